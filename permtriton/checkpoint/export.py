@@ -3,6 +3,8 @@
 import json
 import os
 import time
+from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,10 @@ from torch import Tensor
 
 from permtriton.checkpoint.card import write_record
 from permtriton.checkpoint.folder import Folder, check_hashes, describe_files
-from permtriton.checkpoint.format import NEEDS, SERVED_ALONE, Format
-from permtriton.checkpoint.format_writers import FormatWriter, PackedWriter
-from permtriton.checkpoint.fp8 import Fp8Writer
+from permtriton.checkpoint.format import IN_8_BITS, NEEDS, SERVED_ALONE, Format
+from permtriton.checkpoint.format_writers import FormatWriter
+from permtriton.checkpoint.fp8 import Fp8Writer, packed_fp8_writer
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
-from permtriton.checkpoint.packed_fp8 import PackedFp8Writer
 from permtriton.checkpoint.read_record import described_sparsity
 from permtriton.checkpoint.save import copy_file, share_mode
 from permtriton.errors import ConfigError, ModelError, shown
@@ -24,9 +25,9 @@ from permtriton.util.extras import require
 from permtriton.util.output_files import real_path
 from permtriton.util.progress import NoProgress, Progress
 
-WRITERS: dict[Format, type[FormatWriter]] = {
-    Format.PACKED: PackedWriter,
-    Format.PACKED_FP8: PackedFp8Writer,
+WRITERS: dict[Format, Callable[[Folder], FormatWriter]] = {
+    Format.PACKED: lambda source: FormatWriter(source, packed=source.pruned),
+    Format.PACKED_FP8: packed_fp8_writer,
     Format.DENSE: FormatWriter,
     Format.PLAIN: FormatWriter,
     Format.FP8: Fp8Writer,
@@ -58,7 +59,7 @@ def export(
                 f"{folder} is quantized already, and its weights before that are not in it: export the folder that it "
                 "was made from"
             )
-        check_format(format, permuted=bool(source.permuted), what=str(folder))
+        check_format(format, permuted=bool(source.entries.permuted), what=str(folder))
         check_hashes(folder, {name: file["sha256"] for name, file in source.record["files"].items()})
         return rewrite(source, output, format, overwrite=overwrite, progress=progress)
 
@@ -70,14 +71,25 @@ def rewrite(
     started, progress = time.perf_counter(), progress or NoProgress()
     writer = WRITERS[Format(format)](source)
     with replacing_folder(output, overwrite=overwrite) as partial:
-        result = _write(writer, partial, Format(format), progress)
+        dense_bytes, stored_bytes = _write_tensors(writer, partial, progress)
+        files = _write_config(writer, partial)
+        _copy_others(source.path, partial, progress)
+        share_mode(partial)
         writer.verify(Folder(partial), progress)
-        result |= writer.counts
-        result["seconds"] = round(time.perf_counter() - started, 3)
-        section = {key: value for key, value in result.items() if key != "files"}
-        record = {**source.record, "files": result["files"], "export": section}
-        write_record(partial, record, result["loads_with"], real_path(output).name)
-    return result
+        entry = {
+            "format": str(format),
+            "sparsity": described_sparsity(source.record),
+            "weights": len(source.pruned),
+            "dense_bytes": dense_bytes,
+            "stored_bytes": stored_bytes,
+            "ratio": round(stored_bytes / dense_bytes, 6),
+            "loads_with": writer.loads_with,
+            **(writer.counts if format in IN_8_BITS else {}),
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+        record = {**source.record, "files": files, "export": entry}
+        write_record(partial, record, writer.loads_with, real_path(output).name)
+    return {**entry, "files": files}
 
 
 def check_format(format: str, *, permuted: bool, what: str) -> None:
@@ -93,21 +105,18 @@ def check_format(format: str, *, permuted: bool, what: str) -> None:
         require(f"format {format}", package)
 
 
-def _write(writer: FormatWriter, partial: Path, format: Format, progress: Progress) -> dict[str, Any]:
-    """Writes all but the record and the card; returns what `export` does, without ``counts`` and ``seconds``."""
-    source, names, pruned = writer.source, writer.source.names(), writer.source.pruned
-    files: dict[str, list[str]] = {}
-    for name in names:
-        files.setdefault(source.file_of(name), []).append(name)
+def _write_tensors(writer: FormatWriter, partial: Path, progress: Progress) -> tuple[int, int]:
+    """Writes the files of weights and their index; returns the bytes of the pruned weights, dense and as stored."""
+    source, names = writer.source, writer.source.names()
     dense_bytes = stored_bytes = all_bytes = 0
     weight_map: dict[str, str] = {}
     with progress.stage("export", len(names)) as advance:
-        for file, in_file in files.items():
+        for file, in_file in groupby(sorted(names, key=source.file_of), source.file_of):
             stored: dict[str, Tensor] = {}
             for name in in_file:
                 tensor = source.tensor(name)
                 parts = writer.parts(name, tensor)
-                if name in pruned:
+                if name in source.pruned:
                     dense_bytes += tensor.nbytes
                     stored_bytes += sum(part.nbytes for part in parts.values())
                 stored |= parts
@@ -115,26 +124,20 @@ def _write(writer: FormatWriter, partial: Path, format: Format, progress: Progre
             save_file(stored, partial / file, {"format": "pt"})
             weight_map |= dict.fromkeys(stored, file)
             all_bytes += sum(part.nbytes for part in stored.values())
-    if [*files] != [WEIGHTS_FILE]:
+    if {*weight_map.values()} != {WEIGHTS_FILE}:
         index = {"metadata": {"total_size": all_bytes}, "weight_map": weight_map}
         (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    described = describe_files(partial / file for file in files)
-    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    if quantization := writer.quantization_config({name: entry["sha256"] for name, entry in described.items()}):
+    return dense_bytes, stored_bytes
+
+
+def _write_config(writer: FormatWriter, partial: Path) -> dict[str, dict[str, Any]]:
+    """Writes config.json beside the files of weights; returns the size and the hash of each of these."""
+    files = describe_files(sorted(partial.glob("*.safetensors")))
+    config = {key: value for key, value in writer.source.config.items() if key != "quantization_config"}
+    if quantization := writer.quantization_config({name: entry["sha256"] for name, entry in files.items()}):
         config["quantization_config"] = quantization
     (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _copy_others(source.path, partial, progress)
-    share_mode(partial)
-    return {
-        "format": str(format),
-        "sparsity": described_sparsity(source.record),
-        "weights": len(pruned),
-        "dense_bytes": dense_bytes,
-        "stored_bytes": stored_bytes,
-        "ratio": round(stored_bytes / dense_bytes, 6),
-        "loads_with": writer.loads_with,
-        "files": described,
-    }
+    return files
 
 
 def _copy_others(folder: Path, partial: Path, progress: Progress) -> None:

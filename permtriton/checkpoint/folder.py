@@ -8,13 +8,19 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from permtriton.checkpoint.names import PACKED_PARTS
 from permtriton.checkpoint.packed import unpacked
-from permtriton.checkpoint.quantization_config import METHOD, Packed, PermTritonQuantizationConfig, parts_of
+from permtriton.checkpoint.quantization_config import METHOD, PermTritonQuantizationConfig, config_entries
 from permtriton.checkpoint.read_record import Record, read_record, recorded_weights
 from permtriton.errors import ModelError, reading
+from permtriton.kernels.quantize import dequantized
 from permtriton.kernels.sparse_linear_fp8 import unpack_fp8
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, StoredTensor, read_checkpoint, read_json
+from permtriton.model.load import load_empty_model
+from permtriton.model.name import location_of
+from permtriton.model.source import Source
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 
@@ -33,7 +39,7 @@ class Folder:
     @property
     def is_quantized(self) -> bool:
         """Whether its weights are in 8 bits: in format fp8 (compressed-tensors' layout), or packed-fp8."""
-        return self._is_compressed or any("values" in entry for entry in self.packed.values())
+        return self._is_compressed or any("values" in entry for entry in self.entries.packed.values())
 
     @property
     def _is_compressed(self) -> bool:
@@ -41,24 +47,17 @@ class Folder:
         return isinstance(entries, dict) and entries.get("quant_method") == "compressed-tensors"
 
     @cached_property
-    def quantization(self) -> PermTritonQuantizationConfig | None:
-        """permtriton's entries in the config; None in a plain checkpoint or in format fp8."""
+    def entries(self) -> PermTritonQuantizationConfig:
+        """permtriton's entries in the config; those of a plain checkpoint and of format fp8 name nothing."""
         entries = self.config.get("quantization_config")
         if entries is None or self._is_compressed:
-            return None
+            return config_entries("2:4", {}, {}, {})  # a pattern of no weight
         if not isinstance(entries, dict) or entries.get("quant_method") != METHOD:
             raise ModelError(
                 f"{self.path / CONFIG_FILE}: quantization_config is not permtriton's: give a folder that permtriton "
                 "wrote"
             )
         return PermTritonQuantizationConfig(**entries)
-
-    @property
-    def entries(self) -> PermTritonQuantizationConfig:
-        """`quantization` of a folder that must have it, because it is packed or permutes; refuses None."""
-        if self.quantization is None:
-            raise ModelError(f"{self.path / CONFIG_FILE} has no quantization_config of permtriton")
-        return self.quantization
 
     @cached_property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -67,15 +66,6 @@ class Folder:
     @cached_property
     def record(self) -> Record:
         return read_record(self.path)
-
-    @property
-    def packed(self) -> Mapping[str, Packed]:
-        """Packed parameter -> its shape and input dimension."""
-        return self.quantization.packed if self.quantization else {}
-
-    @property
-    def permuted(self) -> list[str]:
-        return self.quantization.permuted if self.quantization else []
 
     @property
     def pattern(self) -> NMPattern:
@@ -105,28 +95,29 @@ class Folder:
 
     def names(self) -> list[str]:
         """Returns the names of the model's tensors, ordered by file and name."""
-        parts = {f"{name}{part}": name for name, entry in self.packed.items() for part in parts_of(entry)}
+        owners = (*self.entries.packed, *filter(self._is_scaled, self.stored))
+        parts = {name + part: name for name in owners for part in PACKED_PARTS}
         ordered = sorted(self.stored, key=lambda name: (self.stored[name].file, name))
         return list(dict.fromkeys(parts.get(name, name) for name in ordered))
 
     def has_more_dimensions(self, name: str) -> bool:
         """Whether a tensor is stored with one more dimension: the weight of a module that permutes."""
-        return name.endswith(".weight") and name.removesuffix(".weight") in self.permuted
+        return name.endswith(".weight") and name.removesuffix(".weight") in self.entries.permuted
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns a tensor's shape in the model, without the dimension that checkpoints add."""
-        if name in self.packed:
-            return tuple(self.packed[name]["shape"])
+        if name in self.entries.packed:
+            return tuple(self.entries.packed[name]["shape"])
         shape = self.stored[name].shape
         return shape[1:] if self.has_more_dimensions(name) else shape
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a tensor in the model's shape, and unpacks and dequantizes it if it is packed."""
-        if name not in self.packed:
-            return self._read(name).view(self.shape(name))
-        entry = self.packed[name]
+        """Reads a tensor in the model's shape, and unpacks and dequantizes it if it is packed or in 8 bits."""
+        if name not in self.entries.packed:
+            tensor = self._read(name).view(self.shape(name))
+            return dequantized(tensor, self._read(f"{name}_scale")) if self._is_scaled(name) else tensor
+        entry, pattern = self.entries.packed[name], self.entries.pattern_of(name)
         values, positions = self._read(f"{name}_values"), self._read(f"{name}_positions")
-        pattern = self.entries.pattern_of(name)
         if "values" not in entry:
             return unpacked(values, positions, entry["shape"], entry["dim"], pattern)
         weight = unpack_fp8(values, positions, self._read(f"{name}_scale"), entry["shape"][1], pattern)
@@ -134,7 +125,15 @@ class Folder:
 
     def file_of(self, name: str) -> str:
         """Returns the name of the file that holds a tensor, or the values of a packed one."""
-        return self.stored[f"{name}_values" if name in self.packed else name].file.name
+        return self.stored[f"{name}_values" if name in self.entries.packed else name].file.name
+
+    def empty_model(self) -> PreTrainedModel:
+        """Returns the model without weights, on the meta device, with no module replaced."""
+        return load_empty_model(Source(location_of(self.path)), allow_compiled=True)
+
+    def _is_scaled(self, name: str) -> bool:
+        """Whether a tensor is stored as format fp8 stores a weight, with its scales beside it."""
+        return self._is_compressed and self.stored[name].dtype == "F8_E4M3"
 
     def _read(self, name: str) -> Tensor:
         file = self.stored[name].file

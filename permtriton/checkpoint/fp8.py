@@ -1,21 +1,24 @@
-"""Stores linears in 8 bits: float8 e4m3 with a scale per output channel, as compressed-tensors lays it out.
+"""Which linears are stored in 8 bits, in formats fp8 and packed-fp8, and how format fp8 is described to other programs.
 
-vLLM reads that layout by itself, transformers where compressed-tensors is installed. Activations are quantized per
-token while the model runs, so that nothing needs calibrating.
+Both formats store float8 e4m3 with a scale per output channel. Activations are quantized per token while the model
+runs, so that nothing needs calibrating, and both folders compute the same. A zero stays a zero, so that the model stays
+N:M; a kept weight below ``scale / 1024`` becomes 0, too.
+
+Format fp8 is compressed-tensors' layout, which vLLM reads by itself, and transformers where that package is installed:
 
     W [out, in]  ->  weight        float8_e4m3fn [out, in], W / scale rounded
                      weight_scale  [out, 1] in the dtype of W: max |W| of the row / 448, or the scale by which the step
                                    ``round`` has rounded the row
 
-A zero stays a zero, so that the model stays N:M; a kept weight below ``scale / 1024`` becomes 0, too.
+Format packed-fp8 stores the kept values of the same weight, and their positions. Pruned weights that are no linear's
+(stacked experts, transposed weights) are stored packed in their own dtype.
 """
 
 import re
 from collections.abc import Mapping, Set
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -24,16 +27,18 @@ from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format_writers import FormatWriter
 from permtriton.checkpoint.names import loaded_names
 from permtriton.errors import ModelError
-from permtriton.kernels.quantize import dequantized, round_to_fp8
-from permtriton.model.checks import check_finite_tensor
 from permtriton.model.expert_linears import stacks
-from permtriton.model.load import load_empty_model
-from permtriton.model.name import location_of
-from permtriton.model.nm_checks import check_weight
-from permtriton.model.source import Source
 
 LAYOUT, SCHEME = "float-quantized", "FP8_DYNAMIC"  # as compressed-tensors calls them
-NOTHING_ROUNDED = {"quantized": 0, "rounded": 0, "further_zeros": 0}
+
+
+def packed_fp8_writer(source: Folder) -> FormatWriter:
+    """Returns a writer that packs all pruned weights, those of linears in 8 bits."""
+    model = source.empty_model()
+    tied = {name for pair in dict(getattr(model, "all_tied_weights_keys", None) or {}).items() for name in pair}
+    linears = {f"{name}.weight" for name in _linears(model)} - tied
+    rounded = {name for name, new in loaded_names(model, source.pruned).items() if new in linears}
+    return FormatWriter(source, packed=source.pruned, rounded=rounded)
 
 
 class Fp8Writer(FormatWriter):
@@ -41,34 +46,25 @@ class Fp8Writer(FormatWriter):
 
     Linears beside a pruned one are those in the same module of any layer, such as a dense query beside a pruned key:
     inference engines join such linears into one, which must have one dtype.
-
-    Attributes:
-        quantized: name of a quantized weight in the folder -> its name in the model that transformers loads.
     """
 
+    loads_with = WITH_COMPRESSED_TENSORS
+
     def __init__(self, source: Folder) -> None:
-        super().__init__(source)
-        self._model = load_empty_model(Source(location_of(source.path), device="cpu"), allow_compiled=True)
-        check_quantizable(self._model)
-        names = loaded_names(self._model, source.names())
-        linears = {name: linear for name, linear in self._model.named_modules() if type(linear) is nn.Linear}
+        model = source.empty_model()
+        check_quantizable(model)
+        names, linears = loaded_names(model, source.names()), _linears(model)
         weights = {name: new for name, new in names.items() if new.removesuffix(".weight") in linears}
         if other := sorted(source.pruned.keys() - weights.keys()):
             raise ModelError(
                 f"{other[0]} is not the weight of an nn.Linear, which format fp8 needs: use dense or packed"
             )
         places = {_place(name) for name in source.pruned}
-        self.quantized = {name: new for name, new in weights.items() if _place(name) in places}
-        left = linears.keys() - {name.removesuffix(".weight") for name in self.quantized.values()}
-        stored = {name.removesuffix(".weight") for name, new in weights.items() if new.removesuffix(".weight") in left}
-        self._ignored = self._not_quantized(left | stored)
-        self.loads_with, self.counts = WITH_COMPRESSED_TENSORS, dict(NOTHING_ROUNDED)
-
-    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        if name not in self.quantized:
-            return super().parts(name, tensor)
-        weight, scale = rounded(tensor, self.counts)
-        return {name: weight, f"{name}_scale": scale}
+        rounded = {name: new for name, new in weights.items() if _place(name) in places}
+        super().__init__(source, rounded=rounded)
+        quantized = {name.removesuffix(".weight") for pair in rounded.items() for name in pair}
+        beside = {name.removesuffix(".weight") for pair in weights.items() for name in pair}
+        self._ignored = _ignored(model, quantized, (beside | linears) - quantized)
 
     def quantization_config(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
@@ -82,36 +78,6 @@ class Fp8Writer(FormatWriter):
         entries: dict[str, Any] = config.model_dump(mode="json")
         return entries
 
-    def names(self) -> list[str]:
-        return [*super().names(), *(f"{name}_scale" for name in self.quantized)]
-
-    def check(self, name: str, written: Folder) -> None:
-        """Checks that a quantized weight is finite, and N:M if it is pruned; compares the bits of others."""
-        if name not in self.quantized:
-            super().check(name, written)
-            return
-        weight = dequantized(written.tensor(name), written.tensor(f"{name}_scale")).float()
-        check_finite_tensor(name, weight)
-        if name in self.source.pruned:
-            check_weight(name, weight, self.source.pruned[name].pattern)
-
-    def _not_quantized(self, left: Set[str]) -> list[str]:
-        """Returns the entry ``ignore``: names, and a pattern of all names outside the layers with quantized linears.
-
-        Both also hold for other classes with the same base model, whose heads have other linears, and for names with
-        and without the prefix of the base model. A pattern of the quantized linears would need the names that vLLM
-        gives to joined linears; it does not rename lists of layers.
-
-        Args:
-            left: names of the linears that are not quantized.
-        """
-        inner = f"{self._model.base_model_prefix}.".lstrip(".")
-        names = {name.removesuffix(".weight") for pair in self.quantized.items() for name in pair}
-        places = "|".join(sorted({_numbered(name) or f"{re.escape(name.removeprefix(inner))}$" for name in names}))
-        elsewhere = rf"(?!$|(.*\.)?({places}))"  # vLLM has linears without a name
-        bare = {name.removeprefix(inner) for name in left if not re.match(elsewhere, name)}
-        return [*sorted(left | bare | {inner + name for name in bare}), f"re:{elsewhere}"]
-
 
 def check_quantizable(model: PreTrainedModel) -> None:
     """Refuses a model whose layers cannot be stored in 8 bits, before any work."""
@@ -123,18 +89,25 @@ def check_quantizable(model: PreTrainedModel) -> None:
             )
 
 
-def rounded(tensor: Tensor, counts: dict[str, int]) -> tuple[Tensor, Tensor]:
-    """Returns a weight ``[out, in]`` in float8 e4m3, and its scales ``[out, 1]`` in its own dtype.
+def _linears(model: PreTrainedModel) -> set[str]:
+    return {name for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def _ignored(model: PreTrainedModel, quantized: Set[str], dense: Set[str]) -> list[str]:
+    """Returns the entry ``ignore``: names, and a pattern of all names outside the layers with quantized linears.
+
+    Both also hold for other classes with the same base model, whose heads have other linears, and for names with and
+    without the prefix of the base model. A pattern of the quantized linears would need the names that vLLM gives to
+    joined linears; it does not rename lists of layers.
 
     Args:
-        counts: numbers of linears (``quantized``), of those whose weights were not on FP8's grid already (``rounded``),
-            and of kept weights that became 0 (``further_zeros``), to which this adds.
+        quantized, dense: names of the linears in 8 bits and of all others, both in the folder and in the model.
     """
-    weight, scale = round_to_fp8(tensor)
-    counts["quantized"] += 1
-    counts["rounded"] += not torch.equal(dequantized(weight, scale), tensor)
-    counts["further_zeros"] += int(((weight.view(torch.uint8) == 0) & (tensor != 0)).sum())
-    return weight, scale
+    inner = f"{model.base_model_prefix}.".lstrip(".")
+    places = "|".join(sorted({_numbered(name) or f"{re.escape(name.removeprefix(inner))}$" for name in quantized}))
+    elsewhere = rf"(?!$|(.*\.)?({places}))"  # vLLM has linears without a name
+    bare = {name.removeprefix(inner) for name in dense if not re.match(elsewhere, name)}
+    return [*sorted(dense | bare | {inner + name for name in bare}), f"re:{elsewhere}"]
 
 
 def _place(weight: str) -> str:

@@ -1,7 +1,7 @@
 """The masks of pruned linears and the order of their channels, from a folder or from memory."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
@@ -73,7 +73,7 @@ class Masks:
         if order not in ("dense", "saved"):
             raise ConfigError(f"order is {order!r}: expected dense or saved")
         columns = self.permutation(linear)
-        kept = self._weight(linear).float() != 0  # torch compares no 8-bit floats
+        kept = self._weight(linear) != 0
         if order == "saved":
             return kept
         rows = next((entry["index"] for entry in self.record["rows"] if linear in entry["linears"]), range(len(kept)))
@@ -82,17 +82,14 @@ class Masks:
     def _weight(self, linear: str) -> Tensor:
         """Returns the weight of a linear, ``[out_features, in_features]``."""
         name = f"{linear}.weight"
-        if name in self.pruned:
-            weight, dim = self.read(name), self.pruned[name].dim
-        else:  # one expert of a stack: experts.3.down_proj is experts.down_proj[3]
-            experts, _, projection = linear.rpartition(".")
-            owner, _, number = experts.rpartition(".")
-            stack = f"{owner}.{projection}"
-            if stack not in self.pruned:
-                raise ConfigError(f"{linear} is a site: name one of its linears")
-            weight, dim = self.read(stack)[int(number)], self.pruned[stack].dim - 1
-        weight = weight.movedim(dim - weight.ndim, -1)
-        return weight.reshape(-1, weight.shape[-1])
+        if pruned := self.pruned.get(name):
+            return pruned.rows(self.read(name))
+        # One expert of a stack: experts.3.down_proj is experts.down_proj[3].
+        experts, _, projection = linear.rpartition(".")
+        owner, _, number = experts.rpartition(".")
+        if (pruned := self.pruned.get(stack := f"{owner}.{projection}")) is None:
+            raise ConfigError(f"{linear} is a site: name one of its linears")
+        return replace(pruned, dim=pruned.dim - 1).rows(self.read(stack)[int(number)])
 
 
 def read_masks(folder: str | Path) -> Masks:
@@ -107,5 +104,8 @@ def read_masks(folder: str | Path) -> Masks:
         >>> masks.mask("model.layers.0.mlp.down_proj").float().mean()
         tensor(0.5000)
     """
-    opened = Folder(path_of("folder", folder))
-    return Masks(opened.record, opened.pruned, opened.tensor)
+    return masks_of(Folder(path_of("folder", folder)))
+
+
+def masks_of(folder: Folder) -> Masks:
+    return Masks(folder.record, folder.pruned, folder.tensor)

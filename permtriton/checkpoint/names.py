@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from permtriton.checkpoint.quantization_config import WHERE
 from permtriton.errors import ModelError, listed
 
 PACKED_PARTS = ("_values", "_positions", "_scale")
@@ -74,6 +75,26 @@ def loaded_names(model: Any, stored: Iterable[str], known: Iterable[str] = ()) -
         renamed, converter = rename_source_key(name, renamings, converters)
         loaded[name] = name if converter is not None or (name in in_model and renamed not in in_model) else renamed
     return loaded
+
+
+def resolve_name(name: str, known: Any, prefix: str) -> str | None:
+    """Returns which of the ``known`` names of a model a tensor or module of the checkpoint has; None if it has none.
+
+    The names differ by ``prefix``, a base model's, if only the saved or only the loaded model has a head.
+    """
+    candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+    return next((candidate for candidate in candidates if candidate in known), None)
+
+
+def find_name(name: str, known: set[str], model: Any) -> str | None:
+    """Does what `resolve_name` does, but returns None only for a part of another class's head, else it refuses."""
+    resolved = resolve_name(name, known, model.base_model_prefix)
+    same_class = type(model).__name__ in (model.config.architectures or ())
+    if resolved is None and (same_class or name.startswith(f"{model.base_model_prefix}.")):
+        raise ModelError(
+            f"{WHERE} lists {name}, which the {type(model).__name__} of config.json does not have: the file is damaged"
+        )
+    return resolved
 
 
 def _published(model: Any, pruned: Collection[str]) -> dict[str, str]:

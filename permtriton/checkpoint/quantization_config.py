@@ -113,11 +113,6 @@ def packed_entry(shape: Sequence[int], pruned: PrunedWeight, sparsity: str, *, i
     return entry
 
 
-def parts_of(entry: Packed) -> tuple[str, ...]:
-    """Returns the ends of the names of the tensors that a packed parameter is stored as."""
-    return ("_values", "_positions", *(["_scale"] if "values" in entry else []))
-
-
 def config_entries(
     sparsity: str,
     packed: dict[str, Packed],

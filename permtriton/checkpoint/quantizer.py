@@ -11,7 +11,8 @@ linear has an additional dimension.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from permtriton.checkpoint.folder import check_hashes
 from permtriton.checkpoint.format import Format
-from permtriton.checkpoint.names import loaded_names
+from permtriton.checkpoint.names import find_name, loaded_names
 from permtriton.checkpoint.packed import cast_packed, runs_packed, unpacked
 from permtriton.checkpoint.quantization_config import (
     NormEntry,
@@ -31,14 +33,7 @@ from permtriton.checkpoint.quantization_config import (
     config_entries,
     packed_entry,
 )
-from permtriton.checkpoint.replace_modules import (
-    device_of,
-    find_name,
-    owner_of,
-    replace_by_packed,
-    replace_by_permuted,
-    set_parameter,
-)
+from permtriton.checkpoint.replace_modules import device_of, replace_by_packed, replace_by_permuted, set_parameter
 from permtriton.errors import ModelError
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.headers import StoredTensor, read_headers
@@ -54,7 +49,7 @@ from permtriton.model.modules import (
     is_permuted,
     replace_module,
 )
-from permtriton.util.sparsity import PrunedWeight
+from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 
 def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
@@ -82,6 +77,15 @@ def attach(model: Any, sparsity: str) -> None:
         model.hf_quantizer = PermTritonQuantizer(config)
 
 
+@dataclass(frozen=True)
+class _PackedParameter:
+    """A packed parameter of the model that is loaded."""
+
+    names: list[str]  # its names in the model, several where layers share it
+    entry: Packed
+    pattern: NMPattern
+
+
 class PermTritonQuantizer(HfQuantizer):
     """Replaces modules and parameters before the weights are loaded, and checks and unpacks them afterwards."""
 
@@ -89,10 +93,8 @@ class PermTritonQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PermTritonQuantizationConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._packed: dict[str, str] = {}  # packed parameter of the model -> its name in the config
-        self._copies: dict[str, list[str]] = {}  # packed parameter -> its other names, where layers share it
-        self._shapes: dict[str, torch.Size] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._packed: list[_PackedParameter] = []
+        self._expected: dict[str, Tensor] = {}  # every tensor of the model, on the meta device
         self._dtype: torch.dtype | None = None
 
     def is_serializable(self) -> bool:
@@ -139,18 +141,18 @@ class PermTritonQuantizer(HfQuantizer):
         stored = {names[name]: tensor for name, tensor in headers.items()}
         self._replace(model, stored, names, device_map)
         for name, tensor in model.state_dict().items():
-            self._shapes[name], self._dtypes[name] = tensor.shape, self._target_dtype(model, name, tensor)
+            dtype = self._target_dtype(model, name, tensor)
+            self._expected[name] = torch.empty_like(tensor, dtype=dtype, device="meta")
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._refuse_offloading(getattr(model, "hf_device_map", None))
         self._refuse_dividing(model)
         self._check_loaded(model)
-        for name in self._packed:
-            self._keep_or_unpack(model, name)
-        for name, tensor in list(model.named_parameters()) + list(model.named_buffers()):
-            target = self._dtypes.get(name)
-            if target is not None and tensor.dtype != target and tensor.is_floating_point():
-                tensor.data = tensor.data.to(target)
+        for packed in self._packed:
+            self._keep_or_unpack(model, packed)
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if name in self._expected and tensor.is_floating_point():
+                tensor.data = tensor.data.to(self._expected[name].dtype)
         for name, module in model.named_modules():
             if isinstance(module, ChannelGather | PermutedRMSNorm | PermutedLayerNorm):
                 check_index(module.index, module.index.numel(), name)
@@ -208,29 +210,28 @@ class PermTritonQuantizer(HfQuantizer):
         """Replaces modules by permuted ones and parameters by packed ones, except of a head that this class lacks."""
         config = self.quantization_config
         modules = {name for name, _ in model.named_modules() if name}
-        for stored_name, norm in config.norms.items():
-            if name := find_name(stored_name, modules, model):
-                replace_by_permuted(model, name, norm["channels"], norm)
-        for stored_name, channels in config.gathers.items():
-            if name := find_name(stored_name, modules, model):
-                replace_by_permuted(model, name, channels, None)
+        permuted = [(name, norm["channels"], norm) for name, norm in config.norms.items()]
+        for listed, channels, norm in [*permuted, *((name, size, None) for name, size in config.gathers.items())]:
+            if name := find_name(listed, modules, model):
+                replace_by_permuted(model, name, channels, norm)
         parameters = {name for name, _ in model.named_parameters()}
         model_names = {listed: find_name(names[listed], parameters, model) for listed in config.packed}
         dims = {name: input_dim(model, name) for name in model_names.values() if name}  # before any is emptied
         for listed, entry in config.packed.items():
             if name := model_names[listed]:
-                self._packed[name], self._copies[name] = listed, _other_names(model, name)
+                packed = _PackedParameter([name, *_other_names(model, name)], entry, config.pattern_of(listed))
+                self._packed.append(packed)
                 path, _, _ = name.rpartition(".")
                 owner: Any = model.get_submodule(path)
-                pattern, dtype = config.pattern_of(listed), self._target_dtype(model, name, model.get_parameter(name))
-                is_linear = type(owner) in (nn.Linear, GatheredLinear) and not self._copies[name]
+                dtype = self._target_dtype(model, name, model.get_parameter(name))
+                is_linear = type(owner) in (nn.Linear, GatheredLinear) and packed.names == [name]
                 if "values" in entry:
                     replace_module(model, path, SparseLinearFp8.from_linear(owner))
-                elif is_linear and runs_packed(owner.in_features, dtype, pattern, device_of(name, device_map)):
+                elif is_linear and runs_packed(owner.in_features, dtype, packed.pattern, device_of(name, device_map)):
                     replace_module(model, path, SparseLinear.from_linear(owner))
-                replace_by_packed(model, name, names[listed], dims[name], entry, stored, pattern)
-                set_parameter(model, self._copies[name], model.get_parameter(name))
-        changed = {owner_of(model, name)[0] for name in chain(self._packed, *self._copies.values())}
+                empty = replace_by_packed(model, name, names[listed], dims[name], entry, stored, packed.pattern)
+                set_parameter(model, packed.names, empty)
+        changed = {get_module_from_name(model, name)[0] for packed in self._packed for name in packed.names}
         changed |= set(filter(is_permuted, model.modules()))
         around = {module for module in model.modules() if changed & set(module.children())}
         for module in changed | {module for module in around if not module._non_persistent_buffers_set}:
@@ -240,18 +241,18 @@ class PermTritonQuantizer(HfQuantizer):
     def _check_loaded(self, model: Any) -> None:
         """Checks that every tensor was loaded, with its shape and dtype, and removes the additional dimensions."""
         state = model.state_dict(keep_vars=True)
-        loaded = {name for name in self._shapes if getattr(state[name], "_is_hf_initialized", False)}
-        self.refuse_missing(model, set(self._shapes) - loaded)
-        for name, shape in self._shapes.items():
-            owner, _, kind = name.rpartition(".")
-            permuted = kind == "weight" and is_permuted(model.get_submodule(owner))
-            if tuple(state[name].shape) not in {tuple(shape), (1, *shape) if permuted else tuple(shape)}:
-                raise ModelError(f"{name} was loaded with shape {list(state[name].shape)}, expected {list(shape)}")
-            if not state[name].is_floating_point() and state[name].dtype != self._dtypes[name]:
-                raise ModelError(f"{name} is stored as {state[name].dtype}, expected {self._dtypes[name]}")
-            state[name].data = state[name].data.view(shape)
+        loaded = {name for name in self._expected if getattr(state[name], "_is_hf_initialized", False)}
+        self.refuse_missing(model, self._expected.keys() - loaded)
+        for name, expected in self._expected.items():
+            tensor, (owner, kind) = state[name], get_module_from_name(model, name)
+            added = (1,) if kind == "weight" and is_permuted(owner) else ()
+            if tensor.shape not in (expected.shape, (*added, *expected.shape)):
+                raise ModelError(f"{name} was loaded with shape {list(tensor.shape)}, expected {list(expected.shape)}")
+            if not tensor.is_floating_point() and tensor.dtype != expected.dtype:
+                raise ModelError(f"{name} is stored as {tensor.dtype}, expected {expected.dtype}")
+            tensor.data = tensor.data.view(expected.shape)
 
-    def refuse_missing(self, model: Any, missing: set[str]) -> None:
+    def refuse_missing(self, model: Any, missing: Set[str]) -> None:
         """Refuses a checkpoint that lacks tensors, except tied ones and those that the model class does not need."""
         ignored = "|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ())
         pairs = dict(getattr(model, "all_tied_weights_keys", {})).items()
@@ -274,20 +275,20 @@ class PermTritonQuantizer(HfQuantizer):
                 return dtype
         return tensor.dtype
 
-    def _keep_or_unpack(self, model: Any, name: str) -> None:
+    def _keep_or_unpack(self, model: Any, packed: _PackedParameter) -> None:
         """Keeps a loaded parameter packed if a kernel multiplies it in that form, else unpacks it.
 
         Both forms are bit for bit what was packed; after that it is cast to its dtype, as a dense weight would be.
         """
-        listed, config = self._packed[name], self.quantization_config
-        entry, pattern = config.packed[listed], config.pattern_of(listed)
-        owner, attribute = owner_of(model, name)
+        name, entry, pattern = packed.names[0], packed.entry, packed.pattern
+        owner, attribute = get_module_from_name(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
+        dtype = self._expected[name].dtype
         if isinstance(owner, SparseLinearFp8):
             owner.set_packed(pattern, values, positions, owner.weight_scale)
             return
         if isinstance(owner, SparseLinear):
-            dtype = self._dtypes[f"{name}_values"] = self._dtypes[name]
+            self._expected.pop(f"{name}_values")
             if values.dtype != dtype:
                 values, positions = cast_packed(values, positions, owner.in_features, pattern, dtype)
             owner.set_packed(pattern, values, positions).compress()
@@ -295,7 +296,7 @@ class PermTritonQuantizer(HfQuantizer):
         weight = unpacked(values, positions, entry["shape"], entry["dim"], pattern)
         delattr(owner, f"{attribute}_values")
         delattr(owner, f"{attribute}_positions")
-        set_parameter(model, [name, *self._copies[name]], nn.Parameter(weight.to(self._dtypes[name])))
+        set_parameter(model, packed.names, nn.Parameter(weight.to(dtype)))
 
     def _update_config(self, model: Any) -> None:
         """Updates quantization_config to the present modules of the model, and removes it from a plain model."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.integrations.accelerate import get_device
+from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from permtriton.checkpoint.quantization_config import WHERE, NormEntry, Packed
 from permtriton.errors import ModelError
@@ -16,7 +17,7 @@ from permtriton.model.modules import GatheredLinear, from_norm, replace_module
 from permtriton.util.permutation import index_dtype
 from permtriton.util.sparsity import NMPattern
 
-FP8, POSITIONS, SCALES = {"F8_E4M3": torch.float8_e4m3fn}, {"U8": torch.uint8}, {"F32": torch.float32}
+FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn}
 
 
 def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.device:
@@ -27,34 +28,9 @@ def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.de
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
-def resolve_name(name: str, known: Any, prefix: str) -> str | None:
-    """Returns which of the ``known`` names of a model a tensor or module of the checkpoint has; None if it has none.
-
-    The names differ by ``prefix``, a base model's, if only the saved or only the loaded model has a head.
-    """
-    candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-    return next((candidate for candidate in candidates if candidate in known), None)
-
-
-def find_name(name: str, known: set[str], model: Any) -> str | None:
-    """Does what `resolve_name` does, but returns None only for a part of another class's head, else it refuses."""
-    resolved = resolve_name(name, known, model.base_model_prefix)
-    same_class = type(model).__name__ in (model.config.architectures or ())
-    if resolved is None and (same_class or name.startswith(f"{model.base_model_prefix}.")):
-        raise ModelError(
-            f"{WHERE} lists {name}, which the {type(model).__name__} of config.json does not have: the file is damaged"
-        )
-    return resolved
-
-
-def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
-
-
 def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Parameter) -> None:
     for name in names:
-        owner, attribute = owner_of(model, name)
+        owner, attribute = get_module_from_name(model, name)
         setattr(owner, attribute, parameter)
 
 
@@ -82,14 +58,17 @@ def replace_by_packed(
     entry: Packed,
     stored: Mapping[str, StoredTensor],
     pattern: NMPattern,
-) -> None:
-    """Empties a parameter, and adds buffers for its packed values and positions, which are still to be loaded.
+) -> nn.Parameter:
+    """Adds buffers for a parameter's packed values and positions, which are still to be loaded.
+
+    Returns:
+        An empty parameter to take its place.
 
     Args:
         name, stored_name: of the parameter in the model, and in the checkpoint.
         dim: input dimension of the parameter in the model.
     """
-    owner, attribute = owner_of(model, name)
+    owner, attribute = get_module_from_name(model, name)
     shape, parameter = entry["shape"], getattr(owner, attribute)
     if (list(parameter.shape), dim) != (shape, entry["dim"]):
         raise ModelError(
@@ -97,12 +76,12 @@ def replace_by_packed(
             f"config.json needs {list(parameter.shape)} and {dim}: the file is damaged"
         )
     values, positions = packed_shapes(parameter.numel() // shape[dim], shape[dim], pattern)
-    sizes: dict[str, tuple[int, ...]] = {"_values": values, "_positions": positions}
-    if "values" in entry:
-        sizes["_scale"] = (shape[0],)
-    for part, size in sizes.items():
+    in_fp8, uint8 = "values" in entry, {"U8": torch.uint8}
+    parts: list[tuple[str, tuple[int, ...], Mapping[str, torch.dtype]]]
+    parts = [("_values", values, FLOAT8 if in_fp8 else DTYPES), ("_positions", positions, uint8)]
+    parts += [("_scale", (shape[0],), {"F32": torch.float32})] * in_fp8
+    for part, size, dtypes in parts:
         found = stored.get(stored_name + part)
-        dtypes = {"_values": FP8 if "values" in entry else DTYPES, "_positions": POSITIONS, "_scale": SCALES}[part]
         if found is None or found.shape != size or found.dtype not in dtypes:
             raise ModelError(
                 f"{stored_name}{part} is {f'{found.dtype} {list(found.shape)}' if found else 'missing'}, expected "
@@ -110,4 +89,4 @@ def replace_by_packed(
             )
         owner.register_buffer(attribute + part, torch.empty(size, dtype=dtypes[found.dtype], device="meta"))
     # transformers cannot initialize None
-    setattr(owner, attribute, nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="meta")))
+    return nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="meta"))

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint.folder import Folder
+from permtriton.checkpoint.names import resolve_name
 from permtriton.checkpoint.output import check_apart, replacing_folder
 from permtriton.checkpoint.read_record import Record
-from permtriton.checkpoint.replace_modules import resolve_name
 from permtriton.checkpoint.save import copy_file
 from permtriton.errors import ModelError, OutputError, reading, shown
 from permtriton.methods.planning import plan_model

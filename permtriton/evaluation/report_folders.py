@@ -11,7 +11,7 @@ from torch import Tensor
 
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import PACKED
-from permtriton.checkpoint.masks import Masks
+from permtriton.checkpoint.masks import masks_of
 from permtriton.evaluation.report_plots import colour
 from permtriton.kernels.packing import packed_share
 from permtriton.model.name import layer_number, shown_name
@@ -89,7 +89,7 @@ def mask_corners(folders: Sequence[Compiled], linear: str | None, size: int = 12
         linear: name of the linear; None for the last one of the first layer that all folders prune, such as its
             ``down_proj``.
     """
-    masks = {folder.label: Masks(folder.record, folder.pruned, folder.tensor) for folder in folders}
+    masks = {folder.label: masks_of(folder) for folder in folders}
     if linear is None:
         first, *others = (dict.fromkeys(of_folder.linears) for of_folder in masks.values())
         names = [name for name in first if all(name in linears for linears in others)]

@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import TrainerCallback
 
-from permtriton.checkpoint.names import loaded_names
+from permtriton.checkpoint.names import loaded_names, resolve_name
 from permtriton.checkpoint.patterns import kept_in_groups, linear_weights, pattern_of
 from permtriton.checkpoint.read_record import PRUNED_ELSEWHERE, Record, find_record, recorded_weights
-from permtriton.checkpoint.replace_modules import resolve_name
 from permtriton.checkpoint.save import save
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, reading

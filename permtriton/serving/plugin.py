@@ -68,7 +68,7 @@ class PermTritonConfig(QuantizationConfig):
                 FLOAT8 if "values" in entry else DTYPES[folder.stored[f"{name}_values"].dtype],
                 folder.entries.pattern_of(name),
             )
-            for name, entry in folder.packed.items()
+            for name, entry in folder.entries.packed.items()
         }
         self.gathers, self.has_norms = dict(folder.entries.gathers), bool(folder.entries.norms)
         self.is_checked = True

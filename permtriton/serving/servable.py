@@ -6,9 +6,6 @@ from pathlib import Path
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.quantizer import PermTritonQuantizer
 from permtriton.errors import ModelError
-from permtriton.model.load import load_empty_model
-from permtriton.model.name import location_of
-from permtriton.model.source import Source
 from permtriton.serving.order import USE_PORTABLE
 
 # Model classes of vLLM whose outputs are tested against transformers' (tests/vllm) -> whether their norms and linears
@@ -38,7 +35,7 @@ def check_folder(name: str) -> Folder:
     if others := sorted(set(path.glob("*.safetensors")) - set(folder.files)):
         raise ModelError(f"{others[0]} does not belong to the checkpoint, but might be loaded with it: move it away")
     quantizer = PermTritonQuantizer(folder.entries, pre_quantized=True)
-    model = load_empty_model(Source(location_of(path)), allow_compiled=True)
+    model = folder.empty_model()
     quantizer.preprocess_model(model, checkpoint_files=list(map(str, folder.files)))
     quantizer.refuse_missing(model, set(model.state_dict()) - folder.stored.keys())
     return folder
@@ -46,7 +43,7 @@ def check_folder(name: str) -> Folder:
 
 def refuse_unservable(folder: Folder) -> None:
     """Refuses packed weights and norms that permtriton cannot compute in vLLM, and classes not in `SERVED`."""
-    for name, entry in folder.packed.items():
+    for name, entry in folder.entries.packed.items():
         if len(entry["shape"]) != 2 or entry["dim"] != 1:
             raise ModelError(
                 f"{name} is packed with the shape {entry['shape']}: in vLLM, permtriton serves packed linears only, no "
@@ -59,7 +56,7 @@ def refuse_unservable(folder: Folder) -> None:
                 f"vLLM, permtriton permutes RMS norms without offset only; {USE_PORTABLE}"
             )
     classes = folder.config.get("architectures") or [None]
-    refuse_unknown_class(str(classes[0]), permuted=bool(folder.permuted))
+    refuse_unknown_class(str(classes[0]), permuted=bool(folder.entries.permuted))
 
 
 def refuse_unknown_class(name: str, *, permuted: bool) -> None:

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from permtriton.errors import ConfigError, shown
 
 MAX_GROUP = 32
@@ -82,3 +84,7 @@ class PrunedWeight:
 
     dim: int  # its input dimension, along which groups are counted
     pattern: NMPattern
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """Returns the parameter as ``[rows, in_features]``."""
+        return weight.movedim(self.dim, -1).flatten(0, -2)
