@@ -1,6 +1,5 @@
 """The model card of an output folder: ``README.md``, which describes a published model."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ import transformers
 from huggingface_hub import EvalResult, ModelCardData
 from transformers.models.auto import modeling_auto as auto
 
+from permtriton.checkpoint.folder import file_sha256
 from permtriton.checkpoint.format import IN_8_BITS, PACKED
 from permtriton.checkpoint.read_record import described_sparsity
 from permtriton.model.gguf_file import in_words
@@ -47,14 +47,13 @@ def write_record(folder: Path, record: Mapping[str, Any], loads_with: str, name:
     with the hash of the new card, or None if README.md was kept.
     """
     card, written = folder / CARD_FILE, {**record, "card": None}
-    if not card.exists() or hashlib.sha256(card.read_bytes()).hexdigest() == record.get("card"):
+    if not card.exists() or file_sha256(card) == record.get("card"):
         config = read_json(folder / CONFIG_FILE)
         architecture = str((config.get("architectures") or [""])[0])
         auto_map = {} if hasattr(transformers, architecture) else config.get("auto_map") or {}
         custom = next((loader for loader, code in auto_map.items() if str(code).endswith(f".{architecture}")), None)
-        content = model_card(record, architecture, loads_with, name, custom).encode("utf-8", "replace")
-        card.write_bytes(content)
-        written["card"] = hashlib.sha256(content).hexdigest()
+        card.write_bytes(model_card(record, architecture, loads_with, name, custom).encode("utf-8", "replace"))
+        written["card"] = file_sha256(card)
     (folder / REPORT_FILE).write_text(to_json(written) + "\n", encoding="utf-8")
     return written
 
@@ -62,12 +61,11 @@ def write_record(folder: Path, record: Mapping[str, Any], loads_with: str, name:
 def name_repository(folder: Path, repo: str) -> None:
     """Makes the example in a folder's card load from the hub repository ``repo``; a card of somebody else stays."""
     card, record = folder / CARD_FILE, read_json(folder / REPORT_FILE)
-    content = card.read_bytes()
-    if hashlib.sha256(content).hexdigest() != record.get("card"):
+    if file_sha256(card) != record.get("card"):
         return
-    content = content.replace(_source(real_path(folder).name).encode(), _source(repo).encode())
-    record["card"] = hashlib.sha256(content).hexdigest()
+    content = card.read_bytes().replace(_source(real_path(folder).name).encode(), _source(repo).encode())
     replace_file(card, lambda path: path.write_bytes(content))
+    record["card"] = file_sha256(card)
     replace_file(folder / REPORT_FILE, lambda path: path.write_text(to_json(record) + "\n", encoding="utf-8"))
 
 

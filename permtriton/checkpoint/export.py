@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from permtriton.checkpoint.card import write_record
-from permtriton.checkpoint.folder import Folder, check_hashes, describe_files
+from permtriton.checkpoint.folder import Folder, check_hashes, describe_weights
 from permtriton.checkpoint.format import IN_8_BITS, NEEDS, SERVED_ALONE, Format
 from permtriton.checkpoint.format_writers import FormatWriter
 from permtriton.checkpoint.fp8 import Fp8Writer, packed_fp8_writer
@@ -132,7 +132,7 @@ def _write_tensors(writer: FormatWriter, partial: Path, progress: Progress) -> t
 
 def _write_config(writer: FormatWriter, partial: Path) -> dict[str, dict[str, Any]]:
     """Writes config.json beside the files of weights; returns the size and the hash of each of these."""
-    files = describe_files(sorted(partial.glob("*.safetensors")))
+    files = describe_weights(partial)
     config = {key: value for key, value in writer.source.config.items() if key != "quantization_config"}
     if quantization := writer.quantization_config({name: entry["sha256"] for name, entry in files.items()}):
         config["quantization_config"] = quantization

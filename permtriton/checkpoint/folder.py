@@ -1,7 +1,7 @@
 """Reads a folder that permtriton wrote, and hashes its files; used by export, masks and serving in vLLM."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,9 @@ def check_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
             )
 
 
-def describe_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Returns the size in bytes and the SHA-256 of each file, by name."""
+def describe_weights(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns the size in bytes and the SHA-256 of each file of weights, by name."""
+    files = sorted(folder.glob("*.safetensors"))
     return {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)} for file in files}
 
 

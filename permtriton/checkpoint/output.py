@@ -12,6 +12,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -143,38 +144,32 @@ def replacing_folder(output: Path, *, overwrite: bool, say: Say = lambda text: N
     After a failure or an interruption the temporary folder is deleted, and an earlier output is unchanged.
     """
     path = real_path(output)
-    with claimed(path, overwrite=overwrite, say=say), _clear_errors(path):
-        partial = _made(path, "partial")
-        try:
-            yield partial
-            sync(partial)
-            _rename(partial, path)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    with claimed(path, overwrite=overwrite, say=say), _clear_errors(path), _temporary(path, "partial") as partial:
+        yield partial
+        sync(partial)
+        _rename(partial, path)
 
 
 @contextmanager
 def working_folder(output: Path) -> Iterator[Path]:
     """Yields an empty folder beside an output that is claimed; it is removed at the end of the ``with`` block."""
     path = real_path(output)
-    with _clear_errors(path):
-        folder = _made(path, "dense")
+    with _clear_errors(path), _temporary(path, "dense") as folder:
+        yield folder
+
+
+@contextmanager
+def _temporary(output: Path, kind: str) -> Iterator[Path]:
+    """Makes a folder beside an output; where there are no file locks, leftovers stay and may have taken its name."""
+    for number in count(1):
+        folder = _beside(output, f"{kind}-{os.getpid()}" + (f"-{number}" if number > 1 else ""))
+        with suppress(FileExistsError):
+            folder.mkdir()
+            break
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _made(output: Path, kind: str) -> Path:
-    """Makes a folder beside an output; where there are no file locks, leftovers stay and may have taken its name."""
-    folder, number = _beside(output, f"{kind}-{os.getpid()}"), 1
-    while True:
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = _beside(output, f"{kind}-{os.getpid()}-{number}")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from permtriton.kernels.launch import has_kernels
 from permtriton.kernels.packing import pack, supports, unpack
+from permtriton.model.modules import SparseLinear
 from permtriton.util.sparsity import NMPattern
 
 
@@ -24,6 +25,15 @@ def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device
         in_features: number of input channels, on this rank if several ranks divide them.
     """
     return dtype.itemsize == 2 and supports(dtype, in_features, pattern) and has_kernels(device)
+
+
+def fill_packed(
+    linear: SparseLinear, pattern: NMPattern, dtype: torch.dtype, values: Tensor, positions: Tensor, *scale: Tensor
+) -> SparseLinear:
+    """Changes a linear to the packed state with a weight as it is stored; one in FP8, with a scale, is not cast."""
+    if not scale and values.dtype != dtype:
+        values, positions = cast_packed(values, positions, linear.in_features, pattern, dtype)
+    return linear.set_packed(pattern, values, positions, *scale).compress()
 
 
 def cast_packed(

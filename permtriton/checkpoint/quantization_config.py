@@ -63,7 +63,14 @@ class Entries(TypedDict):
 
 
 class PermTritonQuantizationConfig(QuantizationConfigMixin):
-    """`Entries` as attributes, checked when they are made."""
+    """`Entries` as attributes, checked when they are made; what is missing is empty."""
+
+    format: str
+    sparsity: str
+    packed: dict[str, Packed]
+    gathers: dict[str, int]
+    norms: dict[str, NormEntry]
+    sha256: dict[str, str]
 
     def __init__(self, **entries: Any) -> None:
         version = entries.get("version")
@@ -72,15 +79,8 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
                 f"{WHERE}: version is {shown(version)}, but this permtriton reads version {VERSION}: upgrade "
                 "permtriton, or export the model again"
             )
-        fields = checked(Entries, entries, _damaged)
-        self.quant_method = METHOD
-        self.version = VERSION
-        self.format = Format(fields["format"])
-        self.sparsity = fields["sparsity"]
-        self.packed = fields.get("packed", {})
-        self.gathers = fields.get("gathers", {})
-        self.norms = fields.get("norms", {})
-        self.sha256 = fields.get("sha256", {})
+        fields = {"quant_method": METHOD, **checked(Entries, entries, _damaged)}
+        vars(self).update({name: fields.get(name, {}) for name in Entries.__annotations__})
         for name, entry in self.packed.items():
             shape, dim = entry["shape"], entry["dim"]
             group = self.pattern_of(name).group

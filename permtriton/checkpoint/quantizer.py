@@ -25,7 +25,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from permtriton.checkpoint.folder import check_hashes
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.names import find_name, loaded_names
-from permtriton.checkpoint.packed import cast_packed, runs_packed, unpacked
+from permtriton.checkpoint.packed import cast_packed, fill_packed, runs_packed, unpacked
 from permtriton.checkpoint.quantization_config import (
     NormEntry,
     Packed,
@@ -284,14 +284,10 @@ class PermTritonQuantizer(HfQuantizer):
         owner, attribute = get_module_from_name(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
         dtype = self._expected[name].dtype
-        if isinstance(owner, SparseLinearFp8):
-            owner.set_packed(pattern, values, positions, owner.weight_scale)
-            return
         if isinstance(owner, SparseLinear):
             self._expected.pop(f"{name}_values")
-            if values.dtype != dtype:
-                values, positions = cast_packed(values, positions, owner.in_features, pattern, dtype)
-            owner.set_packed(pattern, values, positions).compress()
+            scale = [owner.weight_scale] if isinstance(owner, SparseLinearFp8) else []
+            fill_packed(owner, pattern, dtype, values, positions, *scale)
             return
         weight = unpacked(values, positions, entry["shape"], entry["dim"], pattern)
         delattr(owner, f"{attribute}_values")

@@ -113,6 +113,12 @@ def read_record(folder: Path) -> Record:
     )
 
 
+def source_of_loaded(model: Any) -> Source | None:
+    """Returns the folder or hub name that a model was loaded from; None if it is not there any more."""
+    source = Source(str(getattr(model, "name_or_path", ""))).at_commit(getattr(model, "config", None))
+    return source if source.folder or source.revision else None
+
+
 def find_record(source: Source) -> Record | None:
     """Returns ``permtriton.json`` of a folder or of a name on the hub; None where there is none."""
     path = source.find(REPORT_FILE)

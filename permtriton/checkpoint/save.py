@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_record
-from permtriton.checkpoint.folder import describe_files
+from permtriton.checkpoint.folder import describe_weights
 from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.pruned import Pruned, pruned_parameters
 from permtriton.checkpoint.quantizer import checkpoint_config
-from permtriton.checkpoint.read_record import Record
+from permtriton.checkpoint.read_record import Record, source_of_loaded
 from permtriton.checkpoint.verify import NOT_RELOADED, compare_reloaded, verify_tensors
 from permtriton.errors import ModelError, PermTritonError, first_line
 from permtriton.model.beside import beside
@@ -61,16 +61,12 @@ def save(
     Returns:
         The content of the new ``permtriton.json``.
     """
-    if compiled is not None:
-        source = compiled.source
-    else:
-        trained = Source(model.name_or_path).at_commit(model.config)
-        source = trained if trained.folder or trained.revision else None  # else the folder is gone
+    source = compiled.source if compiled else source_of_loaded(model)
     sparsity = record["config"]["sparsity"]  # patterns that equal it are not recorded
     permuted = checkpoint_config(model, sparsity) is not None
     names = stored_names(model, pruned, original=not permuted)
-    patterns = {names.stored[name]: str(weight.pattern) for name, weight in pruned.items()}
-    patterns = {name: pattern for name, pattern in patterns.items() if pattern != sparsity}
+    patterns = {name: str(weight.pattern) for name, weight in pruned.items()}
+    patterns = {names.stored[name]: pattern for name, pattern in patterns.items() if pattern != sparsity}
     with replacing_folder(output, overwrite=overwrite) as partial:
         started = time.perf_counter()
         _write(model, tokenizer, source, names.original, partial)
@@ -82,7 +78,7 @@ def save(
             "verification": verified,
             "pruned_weights": {names.stored[name]: weight.dim for name, weight in pruned.items()},
             **({"patterns": patterns} if patterns else {}),
-            "files": describe_files(sorted(partial.glob("*.safetensors"))),
+            "files": describe_weights(partial),
             "card": None,
         }
         written.pop("export", None)  # of the folder that was trained

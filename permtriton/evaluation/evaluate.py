@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.arguments import EvaluateArgs
-from permtriton.checkpoint.patterns import broken_claim
+from permtriton.checkpoint.nm_weights import broken_claim
 from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.checkpoint.read_record import find_record
 from permtriton.data.held_out import prepared, read_held_out

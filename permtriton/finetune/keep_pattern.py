@@ -18,24 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import TrainerCallback
 
-from permtriton.checkpoint.names import loaded_names, resolve_name
-from permtriton.checkpoint.patterns import kept_in_groups, linear_weights, pattern_of
-from permtriton.checkpoint.read_record import PRUNED_ELSEWHERE, Record, find_record, recorded_weights
+from permtriton.checkpoint.nm_weights import BASE_LAYER, fullest_group, recorded_in, regular_weights
+from permtriton.checkpoint.read_record import PRUNED_ELSEWHERE, Record, find_record, source_of_loaded
 from permtriton.checkpoint.save import save
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, reading
 from permtriton.model.beside import fetch_beside
-from permtriton.model.expert_linears import input_dim
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.prunable import check_loaded
-from permtriton.model.source import Source
 from permtriton.util import ranks
 from permtriton.util.output_files import real_path
 from permtriton.util.permutation import moved
-from permtriton.util.sparsity import NMPattern, PrunedWeight
-
-BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
+from permtriton.util.sparsity import PrunedWeight
 
 
 def keep_pattern(model: nn.Module) -> "KeptPattern":
@@ -65,10 +60,9 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}: expected a loaded model")
     inner: Any = _unwrapped(model)
-    source = Source(str(getattr(inner, "name_or_path", ""))).at_commit(getattr(inner, "config", None))
-    exists = source.folder or source.revision  # else the name may be that of a folder that was deleted
-    record = find_record(source) if exists else None
-    if record is not None:
+    source = source_of_loaded(inner)
+    record = source and find_record(source)
+    if source and record:
         fetch_beside(source)  # now, and not when the trained model is saved
     check_loaded(inner)
     _refuse_untrainable(inner)
@@ -85,9 +79,9 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
 class _Weight:
     """An N:M weight: where it is, and where it is zero."""
 
-    def __init__(self, model: nn.Module, name: str, dim: int, pattern: NMPattern) -> None:
+    def __init__(self, model: nn.Module, name: str, pruned: PrunedWeight) -> None:
         owner, _, self.key = name.rpartition(".")
-        self.owner, self.dim, self.pattern = model.get_submodule(owner), dim, pattern
+        self.owner, self.pruned = model.get_submodule(owner), pruned
         self.zeros = self.parameter.detach() == 0
         self.clear_signs()
 
@@ -140,7 +134,7 @@ class KeptPattern:
 
     def __init__(self, model: nn.Module, weights: dict[str, _Weight], record: Record | None) -> None:
         self._weights, self.record = weights, record
-        self.patterns = {name: weight.pattern for name, weight in weights.items()}
+        self.patterns = {name: weight.pruned.pattern for name, weight in weights.items()}
         self._model = weakref.ref(model)  # weak, because the hook would keep the model in memory
         self._hook = register_optimizer_step_post_hook(self._after_step)
         weakref.finalize(model, self.remove).atexit = False
@@ -233,8 +227,7 @@ class KeptPattern:
             raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
         for weight in self._weights.values():
             weight.clear_signs()
-        pruned = {name: PrunedWeight(weight.dim, weight.pattern) for name, weight in self._weights.items()}
-        path = real_path(Path(folder))
+        pruned, path = {name: weight.pruned for name, weight in self._weights.items()}, real_path(Path(folder))
         ranks.on_first(lambda: save(model, tokenizer, record, pruned, path, overwrite=overwrite))
         return path
 
@@ -318,32 +311,21 @@ def _refuse_dense_adapters(model: Any, inner: Any, record: Record | None) -> Non
 
 
 def _weights(model: Any, record: Record | None) -> dict[str, _Weight]:
-    """Returns the weights that ``permtriton.json`` lists, by their names in the model.
-
-    Without that file, they are those of linears and stacked experts whose groups all keep N of M values.
-    """
-    weights = dict[str, _Weight]()
+    """Returns the N:M weights of a model, by their names without the parts that PEFT adds."""
     if record is None:
-        for name, parameter in linear_weights(model):
-            dim = input_dim(model, name)
-            if pattern := pattern_of(parameter.detach(), dim):
-                weights[name.replace(BASE_LAYER, "")] = _Weight(model, name, dim, pattern)
-        return weights
-    pruned = recorded_weights(record)
-    known = {name.replace(BASE_LAYER, ""): name for name, _ in model.named_parameters()}
-    names = loaded_names(model, pruned, known)
-    for stored, kept in pruned.items():
-        plain = resolve_name(names[stored], known, getattr(model, "base_model_prefix", ""))
-        if plain is None:
+        return {name.replace(BASE_LAYER, ""): _Weight(model, name, pruned) for name, pruned in regular_weights(model)}
+    weights = dict[str, _Weight]()
+    for stored, name, pruned in recorded_in(model, record):
+        if name is None:
             raise ModelError(
                 f"permtriton.json of {model.name_or_path} lists the N:M weight {stored}, which this "
                 f"{type(model).__name__} does not have: load it with the class of its config.json"
             )
-        weight = weights[plain] = _Weight(model, known[plain], kept.dim, kept.pattern)
-        fullest = int(kept_in_groups(weight.parameter, kept.dim, kept.pattern.group).max())
-        if fullest > kept.pattern.kept:
+        plain = name.replace(BASE_LAYER, "")
+        weight = weights[plain] = _Weight(model, name, pruned)
+        if (fullest := fullest_group(weight.parameter, pruned)) > pruned.pattern.kept:
             raise ModelError(
-                f"{plain} is not {kept.pattern} any more: a group holds {fullest} nonzero weights. It was changed "
+                f"{plain} is not {pruned.pattern} any more: a group holds {fullest} nonzero weights. It was changed "
                 "since it was loaded: call keep_pattern before any training"
             )
     return weights

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
-from permtriton.checkpoint.packed import cast_packed, runs_packed, unpacked
+from permtriton.checkpoint.packed import fill_packed, runs_packed, unpacked
 from permtriton.errors import ModelError
 from permtriton.kernels.packing import packed_shapes, position_bits
 from permtriton.kernels.permute import permute
@@ -82,17 +82,13 @@ class PermTritonLinearMethod(LinearMethodBase):
         if self.gathers:
             layer.gather.finish(layer.tp_rank * self.columns, self.columns)
         if self.stored is not None:
-            pattern = self.stored.pattern
-            values, positions = layer.weight_values.data, layer.weight_positions.data
-            del layer.weight, layer.weight_values, layer.weight_positions
-            if self.stored.dtype == FLOAT8:
-                scale = layer.weight_scale.data
-                del layer.weight_scale
-                linear = SparseLinearFp8(self.columns, self.rows, bias=False, device="meta")
-                layer.packed = linear.set_packed(pattern, values, positions, scale)
-                return
-            if runs_packed(self.columns, self.dtype, pattern, values.device):
-                layer.packed = self._packed(values, positions, pattern)
+            in_fp8, pattern = self.stored.dtype == FLOAT8, self.stored.pattern
+            parts = ("", "_values", "_positions", *(["_scale"] if in_fp8 else []))
+            _, values, positions, *scale = [layer._parameters.pop(f"weight{part}").data for part in parts]
+            if in_fp8 or runs_packed(self.columns, self.dtype, pattern, values.device):
+                kind = SparseLinearFp8 if in_fp8 else SparseLinear
+                linear = kind(self.columns, self.rows, bias=False, device="meta")
+                layer.packed = fill_packed(linear, pattern, self.dtype, values, positions, *scale)
                 return
             weight = unpacked(values, positions, (self.rows, self.columns), 1, pattern)
             layer.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
@@ -119,9 +115,3 @@ class PermTritonLinearMethod(LinearMethodBase):
                 f"{self.columns}, which does not fit groups at {pattern} and whole bytes of their positions: use "
                 "fewer ranks, or export the folder again with --format plain"
             )
-
-    def _packed(self, values: Tensor, positions: Tensor, pattern: NMPattern) -> SparseLinear:
-        if values.dtype != self.dtype:
-            values, positions = cast_packed(values, positions, self.columns, pattern, self.dtype)
-        linear = SparseLinear(self.columns, self.rows, bias=False, device="meta")
-        return linear.set_packed(pattern, values, positions).compress()
