@@ -52,7 +52,7 @@ CHECKS = (
         "files: every tensor is finite, every pruned one N:M",
         ((verify, "check_finite_tensor"), (verify, "check_weight")),
     ),
-    Check("files: every tensor is the one in memory", ((verify, "_check_same"),)),
+    Check("files: every tensor is the one in memory", ((verify, "check_same_bits"),)),
     Check("files: no tensor is missing", ((verify, "_check_complete"),)),
     Check("files: the model loads, and gives the same outputs", ((saving, "compare_reloaded"),), lambda *arguments: {}),
     Check("export: what is written is what was read", ((format_writers, "check_same_bits"),)),

@@ -30,7 +30,8 @@ class Folder:
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder: give an output of permtriton compile or export")
-        self.path, self._opened = path, dict[Path, Any]()
+        self.path = path
+        self._open: tuple[Path | None, Any] = None, None
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -138,9 +139,9 @@ class Folder:
     def _read(self, name: str) -> Tensor:
         file = self.stored[name].file
         with reading(f"{file}: {name} cannot be read, the file is damaged", ModelError):
-            if file not in self._opened:
-                self._opened[file] = safe_open(file, framework="pt")
-            return self._opened[file].get_tensor(name)
+            if file != self._open[0]:  # one at a time, because the pages that were read of a file count as memory
+                self._open = file, safe_open(file, framework="pt")
+            return self._open[1].get_tensor(name)
 
 
 def check_hashes(folder: Path, hashes: Mapping[str, str]) -> None:

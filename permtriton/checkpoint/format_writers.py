@@ -14,6 +14,7 @@ from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.names import PACKED_PARTS
 from permtriton.checkpoint.quantization_config import Packed, config_entries, packed_entry
+from permtriton.checkpoint.verify import check_same_bits
 from permtriton.errors import VerificationError
 from permtriton.kernels.packing import pack
 from permtriton.kernels.quantize import dequantized, round_to_fp8
@@ -91,12 +92,5 @@ class FormatWriter:
                     check_finite_tensor(name, weight)
                     if pruned := self.source.pruned.get(name):
                         check_weight(name, weight, pruned.pattern)
-                check_same_bits(name, expected, weight)
+                check_same_bits(name, weight, expected, "what was read")
                 advance()
-
-
-def check_same_bits(name: str, first: Tensor, second: Tensor) -> None:
-    """Refuses two tensors that differ in dtype, shape or any bit."""
-    same = (first.dtype, first.shape) == (second.dtype, second.shape)
-    if not same or not torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8)):
-        raise VerificationError(f"{name}: what was written differs from what was read")

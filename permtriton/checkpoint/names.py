@@ -15,6 +15,7 @@ from torch import Tensor
 
 from permtriton.checkpoint.quantization_config import WHERE
 from permtriton.errors import ModelError, listed
+from permtriton.util.sparsity import PrunedWeight
 
 PACKED_PARTS = ("_values", "_positions", "_scale")
 
@@ -24,23 +25,22 @@ class StoredNames:
     """How a model is saved."""
 
     original: bool  # whether under the published names, by transformers' ``save_original_format``
-    stored: dict[str, str]  # pruned parameter -> its name in the checkpoint
+    pruned: dict[str, PrunedWeight]  # pruned weights, by their names in the checkpoint
 
     def tensors(self, model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors of a state dict by the names under which ``save_pretrained`` writes them."""
         return _published_state(model, state) if self.original else dict(state)
 
 
-def stored_names(model: Any, pruned: Collection[str], *, original: bool = True) -> StoredNames:
+def stored_names(model: Any, pruned: Mapping[str, PrunedWeight], *, original: bool = True) -> StoredNames:
     """Decides under which names a model is saved; needs no values, so that it can be called before any work.
 
     Args:
-        pruned: names of the pruned parameters.
+        pruned: pruned weights, by the names of the parameters.
         original: whether the names of the published checkpoint may be used.
     """
     if original and (stored := _published(model, pruned)) and _load_again(model, stored):
-        return StoredNames(True, stored)
-    stored = {name: name for name in pruned}
+        return StoredNames(True, {stored[name]: weight for name, weight in pruned.items()})
     loaded = loaded_names(model, pruned, known=pruned)
     if changed := [name for name in pruned if loaded[name] != name]:
         raise ModelError(
@@ -48,7 +48,7 @@ def stored_names(model: Any, pruned: Collection[str], *, original: bool = True) 
             f"{type(model).__name__} cannot be saved such that it loads again with its pruned weights: it is not "
             "supported"
         )
-    return StoredNames(False, stored)
+    return StoredNames(False, dict(pruned))
 
 
 def loaded_names(model: Any, stored: Iterable[str], known: Iterable[str] = ()) -> dict[str, str]:

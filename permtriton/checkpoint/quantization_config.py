@@ -95,6 +95,11 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
         """Names of the modules that permute at run time, which transformers alone cannot run."""
         return [*self.norms, *self.gathers]
 
+    @property
+    def indices(self) -> list[str]:
+        """Names of the stored indices of these modules."""
+        return [*(f"{name}.index" for name in self.norms), *(f"{name}.gather.index" for name in self.gathers)]
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the entries as JSON types, without ``sha256`` if it is empty."""
         entries = super().to_dict()

@@ -134,8 +134,8 @@ class PermTritonQuantizer(HfQuantizer):
             check_hashes(files[0].parent, self.quantization_config.sha256)
         headers = read_headers(files)
         # No shape shows that a packed linear gathers, so that an unlisted gather would be left out in silence.
-        listed = {f"{name}.gather.index" for name in self.quantization_config.gathers}
-        if unlisted := {name for name in headers if name.endswith(".gather.index")} - listed:
+        gathers = {name for name in headers if name.endswith(".gather.index")}
+        if unlisted := gathers - {*self.quantization_config.indices}:
             raise ModelError(f"config.json does not list the permutation {min(unlisted)}: it is damaged")
         names = loaded_names(model, [*headers, *self.quantization_config.packed])
         stored = {names[name]: tensor for name, tensor in headers.items()}

@@ -65,18 +65,17 @@ def save(
     sparsity = record["config"]["sparsity"]  # patterns that equal it are not recorded
     permuted = checkpoint_config(model, sparsity) is not None
     names = stored_names(model, pruned, original=not permuted)
-    patterns = {name: str(weight.pattern) for name, weight in pruned.items()}
-    patterns = {names.stored[name]: pattern for name, pattern in patterns.items() if pattern != sparsity}
+    patterns = {name: str(w.pattern) for name, w in names.pruned.items() if str(w.pattern) != sparsity}
     with replacing_folder(output, overwrite=overwrite) as partial:
         started = time.perf_counter()
         _write(model, tokenizer, source, names.original, partial)
         saved = time.perf_counter()
-        verified: dict[str, Any] = verify_tensors(model, partial, pruned, names, permuted)
+        verified: dict[str, Any] = verify_tensors(model, partial, names)
         verified |= compare_reloaded(compiled, partial) if compiled else NOT_RELOADED
         written: Record = {
             **record,
             "verification": verified,
-            "pruned_weights": {names.stored[name]: weight.dim for name, weight in pruned.items()},
+            "pruned_weights": {name: weight.dim for name, weight in names.pruned.items()},
             **({"patterns": patterns} if patterns else {}),
             "files": describe_weights(partial),
             "card": None,

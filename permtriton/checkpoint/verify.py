@@ -1,15 +1,15 @@
 """Verifies a checkpoint that was written: tensor by tensor, and by loading it again as a user would."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Set
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.names import StoredNames
 from permtriton.checkpoint.pruned import Pruned
 from permtriton.errors import VerificationError, first_line
@@ -18,52 +18,35 @@ from permtriton.model.forward import in_eval_mode
 from permtriton.model.nm_checks import check_weight
 from permtriton.util.machine import available_memory, release_memory
 from permtriton.util.micro_batch import is_out_of_memory
-from permtriton.util.sparsity import PrunedWeight
 
 INSTEAD = "every tensor was compared bit by bit instead"
 NOT_RELOADED = {"reloaded": f"not run: {INSTEAD}"}
 NO_MEMORY = {"reloaded": f"not run: a second copy does not fit into memory; {INSTEAD}"}
 
 
-def verify_tensors(
-    model: Any, folder: Path, pruned: Mapping[str, PrunedWeight], names: StoredNames, permuted: bool
-) -> dict[str, int]:
+def verify_tensors(model: PreTrainedModel, folder: Path, names: StoredNames) -> dict[str, int]:
     """Checks a written checkpoint: every tensor must be finite and equal the model's, every pruned weight N:M.
-
-    Args:
-        permuted: whether modules of the model permute.
 
     Returns:
         The numbers of checked tensors and pruned weights.
     """
-    state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
-    in_memory = names.tensors(model, state)
-    parameters = {stored: name for name, stored in names.stored.items()}
-    seen = set()
-    for name, tensor in _tensors(folder):
-        seen.add(name)
+    written, in_memory = Folder(folder), names.tensors(model, model.state_dict())
+    for name in written.stored:
+        tensor = written.tensor(name)
         check_finite_tensor(name, tensor)
-        if parameter := parameters.get(name):
-            weight = tensor.view(model.get_parameter(parameter).shape)
-            kept = pruned[parameter]
-            check_weight(name, weight.movedim(kept.dim, -1).flatten(0, -2), kept.pattern)
+        if pruned := names.pruned.get(name):
+            check_weight(name, pruned.rows(tensor), pruned.pattern)
         if name in in_memory:
-            _check_same(name, tensor, in_memory[name].detach().cpu())
-    indices = {name for name in in_memory if name.endswith(".index")} if permuted else set()
-    _check_complete(set(names.stored.values()) | indices, seen)
-    return {"tensors": len(seen), "pruned_weights": len(pruned)}
+            check_same_bits(name, tensor, in_memory[name].detach().cpu().contiguous(), "the model in memory")
+    _check_complete({*names.pruned, *written.entries.indices}, written.stored.keys())
+    return {"tensors": len(written.stored), "pruned_weights": len(names.pruned)}
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                yield name, opened.get_tensor(name)
-
-
-def _check_same(name: str, written: Tensor, in_memory: Tensor) -> None:
-    if written.dtype != in_memory.dtype or not torch.equal(written, in_memory):
-        raise VerificationError(f"{name}: what was written differs from the model in memory")
+def check_same_bits(name: str, written: Tensor, expected: Tensor, source: str) -> None:
+    """Refuses two tensors that differ in dtype, shape or any bit."""
+    same = (written.dtype, written.shape) == (expected.dtype, expected.shape)
+    if not same or not torch.equal(written.flatten().view(torch.uint8), expected.flatten().view(torch.uint8)):
+        raise VerificationError(f"{name}: what was written differs from {source}")
 
 
 def _check_complete(expected: Set[str], written: Set[str]) -> None:
