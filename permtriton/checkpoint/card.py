@@ -23,8 +23,8 @@ CARD_FILE = "README.md"
 PROJECT = f"[permtriton]({HOME})" if HOME else "permtriton"
 ALONE, WITH_PERMTRITON = "transformers alone", "transformers after import permtriton"  # what loads a folder
 WITH_COMPRESSED_TENSORS = "vLLM alone, and transformers where compressed-tensors is installed"
-# Model classes of transformers, the class that loads them, and the hub's name of their task. The first entry with a
-# class is taken, as models that read sound or images are in several. The hub has no task of its own for T5 or BART.
+# Model classes of transformers, the class that loads them, and the hub's name of their task. The first entry that has
+# a class counts, because models that read sound or images are in several. The hub has no task for T5 and BART alone.
 _KINDS = (
     (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
     (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "AutoModelForImageTextToText", "image-text-to-text"),
@@ -43,8 +43,8 @@ _KINDS = (
 def write_record(folder: Path, record: Mapping[str, Any], loads_with: str, name: str) -> Any:
     """Writes ``permtriton.json``, and the model card unless the folder has a README.md that somebody else wrote.
 
-    The record's entry ``card`` is the hash of a README.md that may be replaced. Returns the record as it was written,
-    with the hash of the new card, or None if README.md was kept.
+    The record's entry ``card`` is the hash of the README.md that permtriton wrote, which may be replaced. In the record
+    that is written and returned it is the hash of the new card, or None if another README.md stayed.
     """
     card, written = folder / CARD_FILE, {**record, "card": None}
     if not card.exists() or file_sha256(card) == record.get("card"):
@@ -59,7 +59,7 @@ def write_record(folder: Path, record: Mapping[str, Any], loads_with: str, name:
 
 
 def name_repository(folder: Path, repo: str) -> None:
-    """Makes the example in a folder's card load from the hub repository ``repo``; a card of somebody else stays."""
+    """Makes the example in a folder's card load from the repository ``repo``; a card that somebody changed stays."""
     card, record = folder / CARD_FILE, read_json(folder / REPORT_FILE)
     if file_sha256(card) != record.get("card"):
         return
@@ -75,10 +75,14 @@ def model_card(
     """Returns a model card in Markdown, with front matter for the Hugging Face hub.
 
     Args:
+        report: content of ``permtriton.json``.
+        architecture: class of the model.
+        loads_with: what loads the folder, such as `ALONE`.
         name: folder or repository that the model is loaded from.
-        custom: class of transformers that loads the model with its own code; None if it has none.
+        custom: class of transformers that loads a model that comes with its own code; None for other models.
     """
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
+    kept, group = sparsity.split(":")
     on_hub = report.get("on_hub", is_hub_name(source))
     title = shown_name(source, on_hub)
     no_kind = (architecture if hasattr(transformers, architecture) else custom or "AutoModel", None)
@@ -98,9 +102,9 @@ def model_card(
     parts = [
         f"---\n{front.to_yaml()}\n---",
         f"# {_code(title)}, pruned to {described_sparsity(report)}",
-        f"Of every {sparsity.partition(':')[2]} consecutive weights of a row, {sparsity.partition(':')[0]} are kept in "
-        f"the pruned linears{' without a pattern of their own' * ('patterns' in report)}. Made with "
-        f"{PROJECT} (`{install_command()}`{WHERE}), which chooses the order of channels so that pruning hurts less.",
+        f"Of every {group} consecutive weights of a row, {kept} are kept in the pruned linears"
+        f"{' without a pattern of their own' * ('patterns' in report)}. Made with {PROJECT} "
+        f"(`{install_command()}`{WHERE}), which chooses the order of channels so that pruning hurts less.",
         "## Result",
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {_code(value)} |" for name, value in facts(report))]),
         "## Load it",
@@ -116,9 +120,9 @@ def model_card(
 
 
 def _results(report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
-    """Returns the entries of the card's ``model-index``: the evaluation of the model, if it was measured."""
+    """Returns the entries of the card's ``model-index``; none where the weights were rounded after the evaluation."""
     evaluation = report["evaluation"]
-    if "dense" not in evaluation or _has_8_bits(report):  # measured before the weights were rounded
+    if "dense" not in evaluation or _has_8_bits(report):
         return []
     text = Path(evaluation.get("text", "held-out text")).name
     return [
@@ -133,7 +137,7 @@ def _results(report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
 
 
 def facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields what a record says of a compilation: name and value of each row of a table, the values as plain text."""
+    """Yields the name and the value of each row of a table about a compilation, from its record."""
     config, evaluation = report["config"], report["evaluation"]
     if "dense" in evaluation:
         if "text" in evaluation:
@@ -200,7 +204,6 @@ def _source(name: str) -> str:
 
 
 def checks(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields what was verified, and with what result."""
     proof, verification = report["proof"], report["verification"]
     when = ", before the export" if "export" in report else ""
     yield (

@@ -1,4 +1,4 @@
-"""Rewrites a permtriton checkpoint in another format, file by file, and checks what was written."""
+"""Rewrites a folder that permtriton wrote in another format, file by file, and verifies what was written."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def rewrite(
 
 
 def check_format(format: str, *, permuted: bool, what: str) -> None:
-    """Refuses a format that is unknown, or that a model cannot have, such as one that is ``permuted`` at run time."""
+    """Refuses a format that is unknown, not installed, or impossible for a model that permutes channels at run time."""
     if format not in list(Format):
         raise ConfigError(f"format {shown(format)} is unknown: choose one of {', '.join(Format)}")
     if format in SERVED_ALONE and permuted:
@@ -141,9 +141,9 @@ def _write_config(writer: FormatWriter, partial: Path) -> dict[str, dict[str, An
 
 
 def _copy_others(folder: Path, partial: Path, progress: Progress) -> None:
-    """Copies the tokenizer, the generation config and all other files that export does not write itself.
+    """Copies all files that export does not write itself, such as those of the tokenizer.
 
-    It does not copy links to folders, links that `copy_file` refuses, and what git and the hub keep in the folder.
+    Links to folders, links out of the folder, and what git and the hub's client keep in the folder are left out.
     """
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in THEIRS]

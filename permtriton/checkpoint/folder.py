@@ -1,4 +1,4 @@
-"""Reads a folder that permtriton wrote, and hashes its files; used by export, masks and serving in vLLM."""
+"""Reads a folder that permtriton wrote, in any format, and hashes its files of weights."""
 
 import hashlib
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 
 class Folder:
-    """A folder that permtriton wrote; a file is read, and refused if damaged, when an attribute needs it."""
+    """A folder that permtriton wrote. A file is read when it is needed for the first time, and refused if damaged."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -39,7 +39,7 @@ class Folder:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its weights are in 8 bits: in format fp8 (compressed-tensors' layout), or packed-fp8."""
+        """Whether weights are in 8 bits: in format fp8 (compressed-tensors' layout) or packed-fp8."""
         return self._is_compressed or any("values" in entry for entry in self.entries.packed.values())
 
     @property
@@ -145,7 +145,7 @@ class Folder:
 
 
 def check_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Refuses files of weights that were changed after they were written, by the SHA-256 of each."""
+    """Refuses files of weights whose SHA-256 is not the one in ``hashes``, by their names."""
     for name, expected in hashes.items():
         if not (folder / name).is_file() or file_sha256(folder / name) != expected:
             raise ModelError(

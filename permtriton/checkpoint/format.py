@@ -1,11 +1,9 @@
-"""The formats in which pruned weights are stored."""
+"""The formats in which `permtriton.export` stores pruned weights."""
 
 from enum import StrEnum
 
 
 class Format(StrEnum):
-    """How a folder stores its pruned weights."""
-
     PACKED = "packed"
     PACKED_FP8 = "packed-fp8"
     DENSE = "dense"
@@ -24,7 +22,7 @@ MEANINGS = {
     "itself, transformers with that package; refused in layout fused",
 }
 SERVED_ALONE = (Format.PLAIN, Format.FP8)  # other programs load them without permtriton, so no module may permute
-PACKED = (Format.PACKED, Format.PACKED_FP8)  # formats that store positions
-IN_8_BITS = (Format.FP8, Format.PACKED_FP8)  # formats whose weights are rounded
-NEEDS = {Format.FP8: "compressed_tensors"}  # format -> the module that writes it
+PACKED = (Format.PACKED, Format.PACKED_FP8)  # they store positions
+IN_8_BITS = (Format.FP8, Format.PACKED_FP8)  # they round weights
+NEEDS = {Format.FP8: "compressed_tensors"}  # format -> the package that describes it to other programs
 HELP = " ".join(f"{name}: {meaning}." for name, meaning in MEANINGS.items())

@@ -1,4 +1,4 @@
-"""The masks of pruned linears and the order of their channels, from a folder or from memory."""
+"""The masks of pruned linears and the orders of their channels, of a folder or of a model in memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,12 +20,12 @@ Order = Literal["dense", "saved"]
 
 @dataclass(frozen=True)
 class Masks:
-    """The masks and orders of all pruned linears; a mask is read when it is asked for.
+    """The masks and orders of all pruned linears. A weight is read only when its mask is computed.
 
     Attributes:
         record: content of ``permtriton.json``.
         pruned: pruned parameter -> its input dimension and pattern.
-        read: returns a parameter by its name, in the shape that the model has.
+        read: returns the parameter of a name, in the shape that it has in the model.
     """
 
     record: Mapping[str, Any]
@@ -60,14 +60,14 @@ class Masks:
 
         Args:
             linear: name of a pruned linear, such as ``model.layers.0.mlp.down_proj``.
-            order: ``dense`` for the dense model's order of rows and columns, in which masks of different compilations
-                can be compared; ``saved`` for the saved weight's order, in which the groups of N:M are consecutive.
+            order: ``dense`` for the dense model's order of rows and columns, in which masks of several compilations
+                can be compared; ``saved`` for the order of the saved weight, in which groups are consecutive channels.
 
         Returns:
             bool ``[out_features, in_features]``.
 
         Raises:
-            ConfigError: there is no such linear.
+            ConfigError: there is no such linear, or ``order`` has another value.
             ModelError: the folder is damaged.
         """
         if order not in ("dense", "saved"):
@@ -93,10 +93,10 @@ class Masks:
 
 
 def read_masks(folder: str | Path) -> Masks:
-    """Returns the masks of a folder that ``permtriton compile`` or ``export`` wrote, in any format.
+    """Returns the masks of a folder that ``permtriton compile`` or ``permtriton export`` wrote, in any format.
 
     Raises:
-        ModelError: it is no such folder, or it is damaged.
+        ModelError: it is no such folder, or the folder is damaged.
 
     Example:
         >>> import permtriton

@@ -1,9 +1,9 @@
-"""Under which names a checkpoint stores a model's tensors: transformers renames some when it saves and loads them.
+"""The names under which a checkpoint stores a model's tensors, some of which transformers renames.
 
 A model that was published with other names than its class in transformers uses (LLaVA, Qwen2-VL) is saved under the
-published names, so that other programs read it, too. Where transformers does more than rename, such as joining query,
-key and value into one tensor (NomicBERT) or taking stacked experts apart, the pruned weights are not in the file as
-they are: such a model is saved under the names of its modules, which transformers loads as well.
+published names, so that other programs read it, too. Where transformers does more than rename, such as dividing a
+tensor of query, key and value (NomicBERT) or stacked experts, the published form would not hold the pruned weights as
+they are. Such a model is saved under the names of its modules, which transformers loads as well.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -22,18 +22,18 @@ PACKED_PARTS = ("_values", "_positions", "_scale")
 
 @dataclass(frozen=True)
 class StoredNames:
-    """How a model is saved."""
+    """The names under which a model is saved."""
 
-    original: bool  # whether under the published names, by transformers' ``save_original_format``
+    original: bool  # whether they are the published ones, by transformers' ``save_original_format``
     pruned: dict[str, PrunedWeight]  # pruned weights, by their names in the checkpoint
 
     def tensors(self, model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of a state dict by the names under which ``save_pretrained`` writes them."""
+        """Returns the tensors of a state dict by the names that ``save_pretrained`` writes."""
         return _published_state(model, state) if self.original else dict(state)
 
 
 def stored_names(model: Any, pruned: Mapping[str, PrunedWeight], *, original: bool = True) -> StoredNames:
-    """Decides under which names a model is saved; needs no values, so that it can be called before any work.
+    """Returns the names under which a model is saved. Weights may be on the meta device: it is called before any work.
 
     Args:
         pruned: pruned weights, by the names of the parameters.
@@ -52,14 +52,14 @@ def stored_names(model: Any, pruned: Mapping[str, PrunedWeight], *, original: bo
 
 
 def loaded_names(model: Any, stored: Iterable[str], known: Iterable[str] = ()) -> dict[str, str]:
-    """Returns stored name -> the name that transformers loads the tensor under, up to a base model's prefix.
+    """Returns stored name -> the name under which transformers loads the tensor, up to a base model's prefix.
 
-    A tensor that transformers not only renames but converts keeps its name here.
+    A tensor that transformers converts, and does not only rename, keeps its name here.
 
     Args:
-        model: model that is loaded, possibly without weights.
+        model: model that is loaded, with or without weights.
         stored: names of tensors or modules in the checkpoint.
-        known: names that the model has beside those in its state dict.
+        known: names that the model has besides those in its state dict.
     """
     # Imported late, because transformers may import this module while it imports its own.
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -98,7 +98,7 @@ def find_name(name: str, known: set[str], model: Any) -> str | None:
 
 
 def _published(model: Any, pruned: Collection[str]) -> dict[str, str]:
-    """Returns pruned parameter -> its published name; empty if one of them is not stored as it is."""
+    """Returns pruned parameter -> its published name; empty unless the published form holds all of them as they are."""
     state = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
     try:
         reverted = _published_state(model, state)

@@ -1,8 +1,8 @@
 """Output folders: claimed by one process at a time, written beside their place, and replaced as a whole.
 
-Beside a folder OUT stand ``.OUT.lock``, ``.OUT.partial-PID`` (what is being written), ``.OUT.dense-PID`` (what it is
-written from), ``.OUT.old-PID`` (the earlier output while the new one takes its name) and the states of long stages.
-Where a name is taken, ``-2`` follows it, and so on.
+Beside a folder OUT are its lock (``.OUT.lock``), what is being written (``.OUT.partial-PID``), the dense folder that it
+is made from (``.OUT.dense-PID``), the earlier output while the new one takes its name (``.OUT.old-PID``), and states of
+long stages (``.OUT.STAGE.safetensors``). Where a name is taken, ``-2`` is added to it, or a higher number.
 """
 
 import errno
@@ -37,7 +37,7 @@ def _beside(path: Path, end: str) -> Path:
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuses, before any work, an output folder that could not be written at the end."""
+    """Refuses, before any work, an output folder that could not be written at the end, or must not be replaced."""
     path = real_path(output)
     check_name(path)
     if is_mount_point(path):
@@ -59,7 +59,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def check_apart(output: Path, source: Path) -> None:
-    """Refuses an output folder that would be mixed with the model that it is made from."""
+    """Refuses an output that is the source that it is made from, or contains it, or is inside it."""
     inner, outer = real_path(source), real_path(output)
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise OutputError(
@@ -69,9 +69,9 @@ def check_apart(output: Path, source: Path) -> None:
 
 @contextmanager
 def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> Iterator[None]:
-    """Locks an output for this process inside the ``with`` block, and repairs what a killed process left of it.
+    """Locks an output for this process inside the ``with`` block, and repairs what killed processes left of it.
 
-    The system releases the lock when the process ends in any way. The process may claim it again inside the block.
+    The system releases the lock however the process ends. Inside the block the process may claim the output again.
     """
     path = real_path(output)
     check_name(path)
@@ -86,7 +86,7 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
 
 @contextmanager
 def locked(output: Path, say: Say) -> Iterator[bool]:
-    """Locks a resolved path; yields False if this process holds the lock already, or the file system has no locks."""
+    """Locks a resolved path; yields False if this process had locked it before, or the file system has no locks."""
     path = _beside(output, "lock")
     lock = FileLock(path, timeout=0, is_singleton=True, fallback_to_soft=False)
     again = lock.is_locked
@@ -122,7 +122,7 @@ def locked(output: Path, say: Say) -> Iterator[bool]:
 
 
 def _repair(output: Path, say: Say) -> None:
-    """Restores or removes what killed processes left of an output; to be called with its lock held."""
+    """Restores or removes what killed processes left of an output, which this process has locked."""
     name = re.escape(output.name)
     for path in sorted(output.parent.iterdir()):
         if path.is_file() and re.fullmatch(LEFTOVER_STATE.format(name) + RANDOM_END, path.name):
@@ -141,7 +141,7 @@ def _repair(output: Path, say: Say) -> None:
 def replacing_folder(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> Iterator[Path]:
     """Yields a temporary folder, which takes the place of ``output`` at the end of the ``with`` block.
 
-    After a failure or an interruption the temporary folder is deleted, and an earlier output is unchanged.
+    After a failure or an interruption the temporary folder is deleted, and an earlier output stays as it was.
     """
     path = real_path(output)
     with claimed(path, overwrite=overwrite, say=say), _clear_errors(path), _temporary(path, "partial") as partial:
@@ -152,7 +152,7 @@ def replacing_folder(output: Path, *, overwrite: bool, say: Say = lambda text: N
 
 @contextmanager
 def working_folder(output: Path) -> Iterator[Path]:
-    """Yields an empty folder beside an output that is claimed; it is removed at the end of the ``with`` block."""
+    """Yields an empty folder beside a claimed output; it is removed at the end of the ``with`` block."""
     path = real_path(output)
     with _clear_errors(path), _temporary(path, "dense") as folder:
         yield folder
@@ -160,7 +160,7 @@ def working_folder(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary(output: Path, kind: str) -> Iterator[Path]:
-    """Makes a folder beside an output; where there are no file locks, leftovers stay and may have taken its name."""
+    """Yields a new folder beside an output. Leftovers may have its name, as they stay where there are no file locks."""
     for number in count(1):
         folder = _beside(output, f"{kind}-{os.getpid()}" + (f"-{number}" if number > 1 else ""))
         with suppress(FileExistsError):
@@ -174,7 +174,6 @@ def _temporary(output: Path, kind: str) -> Iterator[Path]:
 
 @contextmanager
 def _clear_errors(output: Path) -> Iterator[None]:
-    """Turns errors of the disk into `OutputError`."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Packed weights: which stay packed, how they are checked, cast and unpacked."""
+"""Weights that were loaded packed: which stay packed, and how they are cast and unpacked."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,17 @@ from permtriton.util.sparsity import NMPattern
 
 
 def unpacked(values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, pattern: NMPattern) -> Tensor:
-    """Returns a parameter that `permtriton.kernels.packing.pack` packed along ``dim`` as a dense one of ``shape``."""
+    """Returns a parameter of ``shape`` that was packed along its dimension ``dim``."""
     outer = [size for position, size in enumerate(shape) if position != dim]
     weight = unpack(values, positions, shape[dim], pattern)
     return weight.view(*outer, shape[dim]).movedim(-1, dim).contiguous()
 
 
 def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device: torch.device) -> bool:
-    """Whether the weight of a linear stays packed: 2:4, in 16 bits, on a GPU with kernels.
+    """Whether the weight of a linear stays packed: if it is 2:4, in 16 bits, and on a GPU with kernels.
 
     Args:
-        in_features: number of input channels, on this rank if several ranks divide them.
+        in_features: number of input channels; if several ranks divide them, those of this rank.
     """
     return dtype.itemsize == 2 and supports(dtype, in_features, pattern) and has_kernels(device)
 

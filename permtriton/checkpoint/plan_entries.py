@@ -1,4 +1,4 @@
-"""Entries of plans and permutations in JSON, which ``permtriton.json`` and ``permtriton inspect --json`` share."""
+"""Plans and permutations as JSON entries of ``permtriton.json`` and ``permtriton inspect --json``, and in words."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,7 @@ from permtriton.util.permutation import inverse, moved
 
 
 def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor]) -> list[RowsEntry]:
-    """Returns the order of the output channels of the pruned linears whose rows moved; equal orders are one entry.
-
-    Returns:
-        Entries with ``linears`` and ``index``: row ``j`` was row ``index[j]`` of the dense model.
-    """
+    """Returns the orders of the rows of pruned linears, where they moved; linears with equal orders are one entry."""
     dims = {f"{name}.weight": int(isinstance(linear_module(model, name), Conv1D)) for _, name in plan.linears()}
     orders: dict[tuple[int, ...], list[str]] = {}
     for move in moves_of(plan, {space.name: indices[space.name] for space in plan.spaces if not space.frozen}):
@@ -52,17 +48,16 @@ def site_report(site: Site) -> dict[str, Any]:
 
 
 def ordered_site_report(site: Site, index: Tensor) -> dict[str, Any]:
-    """Returns the entry of a site whose channels are in the order of ``index``, int64 ``[channels]``."""
+    """Returns the entry of a site with the order of its channels, ``index``, int64 ``[channels]``."""
     return {**site_report(site), "moved": moved(index), "index": index.tolist()}
 
 
 def permutation_report(plan: Plan, space: ChannelSpace) -> dict[str, Any]:
-    """Returns the entry of one permutation: its placement, its cost at run time, its writers and its readers.
+    """Returns the entry of one permutation.
 
-    Returns:
-        ``placement`` is a value of `permtriton.passes.plan.Destination`; ``reason`` says why there is no permutation,
-        else it is empty. ``gathers`` is the number of gathers at run time, ``bytes_per_token`` the bytes that they read
-        and write in bfloat16. A permuted norm adds no bytes, because a norm moves the same number in any order.
+    ``placement`` is a value of `Destination`, and ``reason`` says why there is no permutation; it is empty if there is
+    one. ``bytes_per_token`` is what the gathers read and write in bfloat16 when the model runs. A permuted norm adds
+    nothing to it, because a norm reads and writes the same number of bytes in any order.
     """
     sites = plan.sites_of(space)
     gathers = sum(len(site.linears) for site in sites) if space.placement is Destination.GATHER else 0
@@ -107,13 +102,13 @@ def destination(permutation: Mapping[str, Any]) -> str:
 
 
 def hidden_states_report(order: Tensor | None, unproved: str) -> dict[str, Any]:
-    """Returns the order of the channels of hidden states (``output_hidden_states``) and of ``inputs_embeds``.
+    """Returns the entry about the order of the channels of hidden states and of ``inputs_embeds``.
 
     Args:
         order: index from the dense model's channels of the last hidden state to the compiled model's, int64 ``[C]``:
             ``compiled[..., j] = dense[..., index[j]]``, and ``dense = compiled[..., undo]``; None if they stay.
-        unproved: why it is not known whether all hidden states have this order, so that ``permuted`` is "unknown", and
-            ``last`` has the entries for the last hidden state; empty if they do.
+        unproved: why it is not known whether all hidden states have this order; then ``permuted`` is "unknown", and
+            ``last`` holds what is known of the last hidden state. Empty if all have it.
     """
     entry: dict[str, Any] = {"permuted": False}
     if order is not None and moved(order):
@@ -122,18 +117,18 @@ def hidden_states_report(order: Tensor | None, unproved: str) -> dict[str, Any]:
 
 
 def hidden_order_of(record: Record) -> Tensor | None:
-    """Returns the order that `hidden_states_report` wrote for the last hidden state, int64 ``[C]``, or None."""
+    """Returns the order of the last hidden state's channels, int64 ``[C]``; None if they did not move."""
     entry = record["hidden_states"]
     index = entry.get("last", entry).get("index")
     return None if index is None else torch.tensor(index)
 
 
 def grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Joins rows that differ only in numbers between dots, such as layers and experts.
+    """Joins rows of a table that differ only in numbers between dots, such as those of layers and experts.
 
     Returns:
-        For each group of such rows, one row and the positions of the group's rows. If the group has several rows, the
-        numbers are replaced by ``*``, and the first cell ends with the count of the rows.
+        One row for each group of such rows, and the positions of the group's rows. If there are several, the numbers
+        are replaced by ``*``, and the first cell ends with the count of the rows.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(rows):

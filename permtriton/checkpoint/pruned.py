@@ -1,4 +1,4 @@
-"""The pruned model at the end of a compilation, and what is saved with it."""
+"""The pruned model at the end of a compilation."""
 
 from dataclasses import dataclass, field
 
@@ -19,16 +19,14 @@ from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 @dataclass
 class Pruned:
-    """A pruned model and what is saved with it."""
+    """A pruned model, and what is saved with it."""
 
     # transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels
     model: PreTrainedModel
     tokenizer: Processor | None  # tokenizer or processor of the model; None if there is none
     config: CommonConfig  # every option
     plan: Plan  # sites and channel spaces
-    # content of ``permtriton.json``, as `permtriton.driver.make_record.compilation_record` builds it; once saved,
-    # with the results of the checks
-    report: Record
+    report: Record  # content of ``permtriton.json``; the entries of saving are added when the model is saved
     reference: Samples  # samples on which a reloaded checkpoint must give the outputs of ``model``
     # where the dense model can be read again; None for a model that was given in memory
     source: Source | None = field(default=None, kw_only=True)
@@ -40,7 +38,7 @@ class Pruned:
 
     @property
     def is_trained(self) -> bool:
-        """Whether weights were changed in place after the compilation; changes through ``.data`` are not noticed."""
+        """Whether weights were changed in place after the compilation; a change through ``.data`` is not noticed."""
         return self._present_versions() != self._versions
 
     def _present_versions(self) -> list[int]:

@@ -12,9 +12,10 @@ WEIGHTS = ("model.safetensors*", "model-?????-of-?????.safetensors")
 
 
 def make_repository(repo: str, token: str | None, private: bool | None = None) -> str:
-    """Makes a repository if it is not there, so that a wrong name or token is found before any work.
+    """Creates a repository if there is none, so that a wrong name or token is found before any work.
 
-    The arguments are those of `permtriton.CompiledModel.push_to_hub`; returns the name with its owner.
+    Returns:
+        The name with its owner.
     """
     try:
         api = HfApi(token=token, library_name="permtriton")
@@ -31,9 +32,10 @@ def make_repository(repo: str, token: str | None, private: bool | None = None) -
 
 
 def upload(folder: Path, repo: str, token: str | None, message: str) -> str:
-    """Uploads a folder, whose card then names the repository, and deletes the weights of an earlier upload there.
+    """Uploads a folder, and deletes the weights of an earlier upload. The folder's card then names the repository.
 
-    Returns the address of the commit.
+    Returns:
+        The address of the commit.
     """
     api = HfApi(token=token, library_name="permtriton")
     name_repository(folder, repo)

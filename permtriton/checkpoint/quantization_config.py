@@ -1,8 +1,8 @@
 """The entries ``quantization_config`` in the ``config.json`` of a permtriton checkpoint; version 1.
 
-The structure of a checkpoint does not show a flipped bit in a value, so ``permtriton export`` stores one hash per file.
-A hash per file covers every byte, embeddings and header included, and is what ``sha256sum`` prints. It is checked
-before the file is used, at one to two GB/s. To load without this check, remove the hashes from the config:
+The structure of a checkpoint does not show a flipped bit in a value, so ``permtriton export`` stores a hash per file,
+which covers every byte and is what ``sha256sum`` prints. It is checked before the file is used, at one to two GB/s. To
+load without this check, remove the hashes from the config:
 
     config = AutoConfig.from_pretrained(folder)
     config.quantization_config.pop("sha256")
@@ -32,7 +32,7 @@ Size = Annotated[int, Field(gt=0, le=2**31)]
 
 
 class Packed(TypedDict):
-    """A parameter P that is stored as ``P_values`` and ``P_positions`` (see `permtriton.kernels.packing`)."""
+    """A parameter P that is stored as ``P_values`` and ``P_positions``; see `permtriton.kernels.packing`."""
 
     shape: Annotated[list[Size], Field(min_length=2, max_length=4)]
     dim: Annotated[int, Field(ge=0)]  # input dimension
@@ -50,7 +50,7 @@ class NormEntry(TypedDict):
 
 
 class Entries(TypedDict):
-    """All entries; names are those of parameters and modules."""
+    """All entries. Parameters and modules have their names in the checkpoint."""
 
     quant_method: NotRequired[Literal["permtriton"]]
     version: int
@@ -63,7 +63,7 @@ class Entries(TypedDict):
 
 
 class PermTritonQuantizationConfig(QuantizationConfigMixin):
-    """`Entries` as attributes, checked when they are made; what is missing is empty."""
+    """`Entries` as attributes, checked when they are made; an entry that is missing is empty."""
 
     format: str
     sparsity: str
@@ -92,7 +92,7 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
 
     @property
     def permuted(self) -> list[str]:
-        """Names of the modules that permute at run time, which transformers alone cannot run."""
+        """Names of the modules that permute at run time."""
         return [*self.norms, *self.gathers]
 
     @property
@@ -109,7 +109,7 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
 
 
 def packed_entry(shape: Sequence[int], pruned: PrunedWeight, sparsity: str, *, in_fp8: bool = False) -> Packed:
-    """Returns the entry of a parameter in a config with the pattern ``sparsity``."""
+    """Returns the entry of a parameter in a config whose pattern is ``sparsity``."""
     entry: Packed = {"shape": list(shape), "dim": pruned.dim}
     if str(pruned.pattern) != sparsity:
         entry["sparsity"] = str(pruned.pattern)
@@ -125,7 +125,7 @@ def config_entries(
     norms: dict[str, NormEntry],
     hashes: Mapping[str, str] = MappingProxyType({}),
 ) -> PermTritonQuantizationConfig:
-    """Returns the entries of a folder; its format follows from what is packed."""
+    """Returns the config of a folder, whose format follows from what is packed."""
     in_fp8 = any("values" in entry for entry in packed.values())
     return PermTritonQuantizationConfig(
         version=VERSION,

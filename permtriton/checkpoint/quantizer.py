@@ -1,13 +1,13 @@
-"""Loads and saves permtriton checkpoints inside ``from_pretrained`` and ``save_pretrained``: a transformers quantizer.
+"""A quantizer of transformers, by which ``from_pretrained`` and ``save_pretrained`` read and write our checkpoints.
 
 Loading is strict: a tensor that is missing, damaged or of another shape is an error. Linears in FP8 stay packed, and so
-do others on a GPU if a kernel multiplies them in that form; all other packed parameters become dense. A model without
-packed and permuted modules is then a plain transformers model. Any other model keeps its ``quantization_config``, and
-``save_pretrained`` writes it in the format "packed", "packed-fp8" or "dense".
+do others on a GPU if a kernel multiplies them in that form; all other packed parameters become dense. A model that then
+has no packed and no permuted modules is a plain transformers model. Any other model keeps its ``quantization_config``,
+and ``save_pretrained`` writes it in the format "packed", "packed-fp8" or "dense".
 
-transformers without permtriton must not load such a checkpoint, but would only warn. Therefore the tensors that it
-looks for have another shape: a packed parameter is stored as an empty tensor, and the weight of a permuted norm or
-linear has an additional dimension.
+transformers alone must not load such a checkpoint, but would only warn that it does not know the quantizer. Therefore
+it finds tensors of other shapes than it expects: a packed parameter is stored as an empty tensor, and the weight of a
+permuted norm or linear with one more dimension.
 """
 
 import re
@@ -53,7 +53,7 @@ from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 
 def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
-    """Returns the config entries of a model's permuted and packed modules; None for a plain model."""
+    """Returns the config of a model's permuted and packed modules; None for a plain model."""
     norms: dict[str, NormEntry] = {}
     gathers: dict[str, int] = {}
     packed: dict[str, Packed] = {}
@@ -71,7 +71,7 @@ def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantization
 
 
 def attach(model: Any, sparsity: str) -> None:
-    """Makes ``save_pretrained`` of a model with permuted or packed modules write a permtriton checkpoint."""
+    """Makes ``save_pretrained`` of a model write permuted and packed modules as `PermTritonQuantizer` reads them."""
     if config := checkpoint_config(model, sparsity):
         model.config.quantization_config = config
         model.hf_quantizer = PermTritonQuantizer(config)
@@ -159,7 +159,7 @@ class PermTritonQuantizer(HfQuantizer):
         self._update_config(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns the tensors to save: the state dict, with the shapes that keep transformers alone from loading it."""
+        """Returns the state dict, with the shapes that keep transformers alone from loading it."""
         state = dict(model.state_dict())
         for name, module in model.named_modules():
             key = f"{name}.weight"
@@ -207,7 +207,12 @@ class PermTritonQuantizer(HfQuantizer):
         names: Mapping[str, str],
         device_map: Mapping[str, Any] | str | None,
     ) -> None:
-        """Replaces modules by permuted ones and parameters by packed ones, except of a head that this class lacks."""
+        """Replaces modules by permuted ones and parameters by packed ones, except of a head that the class lacks.
+
+        Args:
+            stored: headers of the tensors, by the names under which transformers loads them.
+            names: name in the checkpoint -> name under which transformers loads it.
+        """
         config = self.quantization_config
         modules = {name for name, _ in model.named_modules() if name}
         permuted = [(name, norm["channels"], norm) for name, norm in config.norms.items()]
@@ -235,11 +240,11 @@ class PermTritonQuantizer(HfQuantizer):
         changed |= set(filter(is_permuted, model.modules()))
         around = {module for module in model.modules() if changed & set(module.children())}
         for module in changed | {module for module in around if not module._non_persistent_buffers_set}:
-            # Keeps transformers from initializing it: some classes' code reads weights' shapes, which differ here.
+            # Else transformers would initialize it, and some classes' code for that reads weights' shapes.
             setattr(module, "_is_hf_initialized", True)  # noqa: B010
 
     def _check_loaded(self, model: Any) -> None:
-        """Checks that every tensor was loaded, with its shape and dtype, and removes the additional dimensions."""
+        """Checks that every tensor was loaded with its shape and dtype, and removes the dimensions that are added."""
         state = model.state_dict(keep_vars=True)
         loaded = {name for name in self._expected if getattr(state[name], "_is_hf_initialized", False)}
         self.refuse_missing(model, self._expected.keys() - loaded)
@@ -253,7 +258,7 @@ class PermTritonQuantizer(HfQuantizer):
             tensor.data = tensor.data.view(expected.shape)
 
     def refuse_missing(self, model: Any, missing: Set[str]) -> None:
-        """Refuses a checkpoint that lacks tensors, except tied ones and those that the model class does not need."""
+        """Refuses a checkpoint that lacks tensors, unless they are tied to others or the class does not need them."""
         ignored = "|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ())
         pairs = dict(getattr(model, "all_tied_weights_keys", {})).items()
         tied = {name for pair in pairs for name in pair if not set(pair) <= missing}  # pairs with a stored name
@@ -276,10 +281,7 @@ class PermTritonQuantizer(HfQuantizer):
         return tensor.dtype
 
     def _keep_or_unpack(self, model: Any, packed: _PackedParameter) -> None:
-        """Keeps a loaded parameter packed if a kernel multiplies it in that form, else unpacks it.
-
-        Both forms are bit for bit what was packed; after that it is cast to its dtype, as a dense weight would be.
-        """
+        """Puts a loaded parameter into its linear if that stays packed, else unpacks it; then casts it to its dtype."""
         name, entry, pattern = packed.names[0], packed.entry, packed.pattern
         owner, attribute = get_module_from_name(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
@@ -295,7 +297,7 @@ class PermTritonQuantizer(HfQuantizer):
         set_parameter(model, packed.names, nn.Parameter(weight.to(dtype)))
 
     def _update_config(self, model: Any) -> None:
-        """Updates quantization_config to the present modules of the model, and removes it from a plain model."""
+        """Makes ``quantization_config`` that of the present modules, and removes it from a plain model."""
         config = checkpoint_config(model, self.quantization_config.sparsity)
         self.remove_quantization_config(model)
         for module in model.modules():
@@ -307,7 +309,7 @@ class PermTritonQuantizer(HfQuantizer):
 
 
 def _other_names(model: Any, name: str) -> list[str]:
-    """Returns the other names of a parameter that layers share, which transformers ties after loading one of them."""
+    """Returns the other names of a parameter that layers share. transformers loads one, and then ties the others."""
     tied = dict(getattr(model, "all_tied_weights_keys", {}))
     source = tied.get(name, name)
     return [other for other in (source, *tied) if tied.get(other, other) == source and other != name]

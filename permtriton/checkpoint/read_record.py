@@ -1,4 +1,4 @@
-"""Reads ``permtriton.json``, the record of a compilation, and refuses it if an entry in `ReadEntries` is damaged."""
+"""Reads ``permtriton.json``, the record of a compilation, and checks the entries that permtriton works with again."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +22,7 @@ PRUNED_ELSEWHERE = (
 )
 
 
-def pattern(text: str) -> str:
-    """Returns an N:M pattern as it was written; raises a ValueError where it is none."""
+def _pattern(text: str) -> str:
     try:
         right = str(NMPattern.parse(text)) == text
     except ConfigError:
@@ -39,10 +38,12 @@ def _permutation(index: list[int]) -> list[int]:
     return index
 
 
-Pattern = Annotated[str, AfterValidator(pattern)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Index = Annotated[list[int], AfterValidator(_permutation)]
-OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # entries that are only shown are not checked
+OPEN = ConfigDict(
+    strict=True, extra="allow", allow_inf_nan=False
+)  # further entries are not checked: they are only shown
 Record = dict[str, Any]  # all entries of ``permtriton.json``, which docs/formats.md describes
 
 
@@ -78,7 +79,7 @@ class FileEntry(TypedDict):
 
 @with_config(OPEN)
 class ReadEntries(TypedDict):
-    """The entries that permtriton works with when it reads a record again."""
+    """The checked entries of a record."""
 
     model: str
     config: ConfigEntry
@@ -120,6 +121,6 @@ def source_of_loaded(model: Any) -> Source | None:
 
 
 def find_record(source: Source) -> Record | None:
-    """Returns ``permtriton.json`` of a folder or of a name on the hub; None where there is none."""
+    """Returns ``permtriton.json`` of a folder or hub name; None if it has none, or if a GGUF file holds the weights."""
     path = source.find(REPORT_FILE)
     return None if path is None else read_record(path.parent)

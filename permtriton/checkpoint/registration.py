@@ -1,7 +1,7 @@
-"""Registers permtriton's checkpoint format with transformers, without importing transformers, which takes seconds.
+"""Registers our quantizer with transformers without importing transformers, which takes seconds.
 
 The registered classes are stand-ins, which import the real classes when they are used. While a module of transformers
-is executed, the import system holds its lock, and nothing of permtriton may be imported: another thread may be
+is executed, the import system holds a lock. Nothing of permtriton may be imported then, because another thread may be
 importing permtriton and waiting for that lock.
 """
 
@@ -20,7 +20,7 @@ MAPPINGS = ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING")
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module `QUANTIZERS` by the other finders, and registers permtriton once it is executed."""
+    """Finds the module `QUANTIZERS` by means of the other finders, and registers permtriton once it is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -43,9 +43,9 @@ class _Finder(MetaPathFinder):
 
 
 def register_with_transformers() -> None:
-    """Registers now if transformers' quantizers are imported already, else as soon as they are.
+    """Registers permtriton now if transformers' quantizers are imported already, else as soon as they are.
 
-    Threads may import permtriton and transformers at the same time, in any order. Existing entries stay as they are.
+    Threads may import permtriton and transformers at the same time, in any order. Entries of the same name stay.
     """
     registered = all(METHOD in getattr(sys.modules.get(QUANTIZERS), name, ()) for name in MAPPINGS)
     if not registered and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -57,7 +57,7 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
-    """Registers and removes the finder, if `QUANTIZERS` has its mappings already. Imports nothing."""
+    """Registers permtriton and removes the finder, if `QUANTIZERS` has its mappings by now. Imports nothing."""
     module = sys.modules.get(QUANTIZERS)
     if not all(hasattr(module, name) for name in MAPPINGS):
         return
@@ -68,7 +68,7 @@ def _register() -> None:
 
 
 def _stand_ins(module: Any) -> tuple[type, type]:
-    """Returns stand-ins for the quantizer and its config: called, they make an object of permtriton's class."""
+    """Returns stand-ins for the quantizer and its config; a call of one makes an object of permtriton's class."""
 
     class QuantizerStandIn(module.HfQuantizer):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:

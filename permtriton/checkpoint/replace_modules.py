@@ -21,7 +21,7 @@ FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn}
 
 
 def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.device:
-    """Returns the device on which transformers puts a parameter; "auto", not resolved yet, is a GPU if there is one."""
+    """Returns the device on which transformers puts a parameter. A map that is a word, such as "auto", means a GPU."""
     if isinstance(device_map, str):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = get_device(dict(device_map) if device_map else None, name, valid_torch_device=True)
@@ -35,7 +35,7 @@ def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Paramete
 
 
 def replace_by_permuted(model: nn.Module, name: str, channels: int, norm: NormEntry | None) -> None:
-    """Replaces a norm, or a linear if ``norm`` is None, by a module that permutes; its index is still to be loaded."""
+    """Replaces a norm, or a linear if ``norm`` is None, by a module that permutes, whose index is loaded later."""
     module: Any = model.get_submodule(name)
     index = torch.empty(channels, dtype=index_dtype(channels), device="meta")
     weight = module._parameters.get("weight")
@@ -59,14 +59,15 @@ def replace_by_packed(
     stored: Mapping[str, StoredTensor],
     pattern: NMPattern,
 ) -> nn.Parameter:
-    """Adds buffers for a parameter's packed values and positions, which are still to be loaded.
+    """Adds buffers for the parts of a packed parameter, which are loaded later.
+
+    Args:
+        name: name of the parameter in the model.
+        stored_name: its name among the ``stored`` tensors.
+        dim: its input dimension in the model.
 
     Returns:
         An empty parameter to take its place.
-
-    Args:
-        name, stored_name: of the parameter in the model, and in the checkpoint.
-        dim: input dimension of the parameter in the model.
     """
     owner, attribute = get_module_from_name(model, name)
     shape, parameter = entry["shape"], getattr(owner, attribute)

@@ -1,4 +1,4 @@
-"""Saves a checkpoint: it is written to a temporary folder, verified tensor by tensor, and then moved to its place."""
+"""Saves a model: it is written to a temporary folder, verified tensor by tensor, and then renamed into its place."""
 
 import re
 import shutil
@@ -47,15 +47,12 @@ def save(
     overwrite: bool,
     compiled: Pruned | None = None,
 ) -> Record:
-    """Writes and verifies a checkpoint: plain transformers, or format "dense" if modules permute at run time.
-
-    Stacked experts are stored as the model holds them, one tensor per stack, whatever the original files look like; see
-    `permtriton.checkpoint.names`.
+    """Writes and verifies a checkpoint that transformers alone loads, or one in format "dense" if modules permute.
 
     Args:
         tokenizer: tokenizer or processor, or None.
-        record: content of ``permtriton.json``: of the compilation, or of the folder whose kept weights were trained.
-        pruned: parameter name -> its input dimension and pattern.
+        record: content of ``permtriton.json``, of the compilation or of the folder whose kept weights were trained.
+        pruned: pruned weights, by the names of the parameters.
         compiled: the compilation; None for a model that was loaded from a folder and trained.
 
     Returns:
@@ -94,7 +91,7 @@ def save(
 
 
 def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, partial: Path) -> None:
-    """Writes what transformers saves, and copies the files beside the model."""
+    """Writes what transformers saves, and copies the files beside the source."""
     _correct(model)
     try:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original)
@@ -110,7 +107,7 @@ def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, pa
 
 
 def _correct(model: Any) -> None:
-    """Makes the configs fit what is saved: an untied head, and no layers that predict further tokens."""
+    """Makes the configs fit what is saved: a head that is not tied, no layers that predict further tokens."""
     configs = [model.config, model.config.get_text_config(decoder=True)]
     configs += [model.generation_config] if model.can_generate() else []
     embedding = head = None
@@ -128,10 +125,7 @@ def _correct(model: Any) -> None:
 
 
 def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
-    """Copies the files of `beside` that were not saved: other modules, licences, the tokenizer's SentencePiece model.
-
-    Files that `copy_file` refuses are left out.
-    """
+    """Copies the files that `beside` names and that were not saved, such as licences; no links out of the folder."""
     saved = {name for name in (*PROCESSOR_FILES, *REMADE) if (partial / name).exists()}
     remade = {*REMADE} if saved & {*REMADE} else set[str]()
     remade |= {*PROCESSOR_FILES, LEGACY_TEMPLATE} if saved & {*PROCESSOR_FILES} else set[str]()
@@ -144,10 +138,12 @@ def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
 
 
 def copy_file(path: Path, folder: Path, partial: Path) -> bool:
-    """Copies a file of ``folder`` to the same place in ``partial``; returns whether it did.
+    """Copies a file of ``folder`` to the same place in ``partial``, unless it is a link out of the folder.
 
-    Links that lead out of the folder are not copied, because any file could be published through them. Links of
-    the hub's cache, which lead to its own folder ``blobs``, are followed.
+    Any file could be published through such a link. Those of the hub's cache to its own ``blobs`` are followed.
+
+    Returns:
+        Whether the file was copied.
     """
     inside = [folder, *([folder.parent.parent / "blobs"] * (folder.parent.name == "snapshots"))]
     if not any(real_path(path).is_relative_to(real_path(root)) for root in inside):

@@ -1,4 +1,4 @@
-"""Verifies a checkpoint that was written: tensor by tensor, and by loading it again as a user would."""
+"""Verifies a checkpoint that was written: tensor by tensor, and by loading it as a user would."""
 
 from collections.abc import Set
 from functools import partial
@@ -25,10 +25,10 @@ NO_MEMORY = {"reloaded": f"not run: a second copy does not fit into memory; {INS
 
 
 def verify_tensors(model: PreTrainedModel, folder: Path, names: StoredNames) -> dict[str, int]:
-    """Checks a written checkpoint: every tensor must be finite and equal the model's, every pruned weight N:M.
+    """Checks that every tensor in a folder is finite and equals the model's, and that every pruned weight is N:M.
 
     Returns:
-        The numbers of checked tensors and pruned weights.
+        The numbers of tensors and of pruned weights.
     """
     written, in_memory = Folder(folder), names.tensors(model, model.state_dict())
     for name in written.stored:
@@ -57,7 +57,7 @@ def _check_complete(expected: Set[str], written: Set[str]) -> None:
 
 
 def compare_reloaded(compiled: Pruned, folder: Path) -> dict[str, Any]:
-    """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory."""
+    """Loads the checkpoint as a user would, and compares the outputs, if a second model fits into memory."""
     size = sum(p.numel() * p.element_size() for p in compiled.model.parameters())
     if size * 1.2 > available_memory(compiled.model.device):
         return NO_MEMORY

@@ -1,9 +1,9 @@
 """Keeps the zeros of N:M weights during training.
 
-After every step of an optimizer, a hook that torch calls in any training loop sets the optimizer's weights that were
-zero to zero again. The model itself is not changed, so that it compiles and is saved as before. Two other
+After every step of an optimizer, in any training loop, torch calls a hook, which sets those of the optimizer's weights
+that were zero to zero again. The model itself is not changed, so that it compiles and is saved as before. Two other
 ways were measured (``benchmarks/keep_variants.py``): a parametrization changes the names of the weights and loses what
-PEFT merges; masks on gradients fail with an optimizer whose step is not zero where the gradient is.
+PEFT merges, and masks on gradients fail with an optimizer that also changes weights whose gradient is zero.
 """
 
 import weakref
@@ -36,16 +36,17 @@ from permtriton.util.sparsity import PrunedWeight
 def keep_pattern(model: nn.Module) -> "KeptPattern":
     """Keeps the zeros of every N:M weight of a model while it is trained: each step of an optimizer restores them.
 
-    Call it once the weights are loaded; the model may be wrapped before or afterwards (``torch.compile``, DDP,
-    accelerate, PEFT), but a copy is another model, which needs a call of its own. The weights are those that
+    Call it once the weights are loaded. The model may be wrapped before or afterwards (``torch.compile``, DDP,
+    accelerate, PEFT); a copy is another model, which needs a call of its own. The weights are those that
     ``permtriton.json`` lists in the folder that the model was loaded from; without that file, every linear and every
-    stack of experts whose groups keep N of M values. A mask takes a byte per weight. A kept weight may pass through
-    zero, but one that is zero at this call stays zero.
+    stack of experts whose groups keep N of M values. The zeros of a weight take a byte for each of its values. A kept
+    weight may pass through zero, but one that is zero at this call stays zero.
 
     Returns:
         The object that saves the trained model, merges an adapter, or stops keeping the zeros.
 
     Raises:
+        ConfigError: ``model`` is no loaded model.
         ModelError: no weight is N:M, a listed one is not, the model cannot be trained (such as one whose weights are
             packed, in 8 bits, empty or divided among ranks), or the hub refuses access to the files beside the weights:
             for a private model, ``HF_TOKEN`` has to be set.
@@ -87,7 +88,7 @@ class _Weight:
 
     @property
     def parameter(self) -> Tensor:
-        """The parameter, looked up at each use: moving a model to a GPU may replace it."""
+        """The parameter, which is looked up at each use, because moving a model to a GPU may replace it."""
         parameter = self.owner._parameters.get(self.key)
         if parameter is None or isinstance(parameter, DTensor) or parameter.ndim < 2:  # FSDP1 leaves flat parts
             raise ModelError(
@@ -103,7 +104,7 @@ class _Weight:
 
     @torch.no_grad()
     def clear_signs(self) -> None:
-        """Replaces each -0.0 by 0.0: in float16, small negative weights are rounded to -0.0."""
+        """Replaces each -0.0 by 0.0: float16 rounds small negative weights to -0.0."""
         negative = self.parameter.signbit() & (self.parameter == 0)
         if bool(negative.any()):  # only then: a weight that is not written may stay memory-mapped
             self.parameter.masked_fill_(negative, 0)
@@ -115,8 +116,8 @@ class MergedAdapter:
 
     Attributes:
         model: the model without adapters, whose weights are N:M.
-        lost: share of the squared norm of what merging changes in N:M weights that fell on zeros and is lost.
-        lost_by_weight: name -> the same share, for each weight that the adapter changed.
+        lost: share of the change of the N:M weights by merging, as its squared norm, that fell on zeros and is lost.
+        lost_by_weight: name -> the same share, for each N:M weight that the adapter changed.
     """
 
     model: nn.Module
@@ -129,7 +130,7 @@ class KeptPattern:
 
     Attributes:
         patterns: name of each weight -> its pattern.
-        record: content of ``permtriton.json`` beside the weights that were loaded; None without that file.
+        record: content of ``permtriton.json`` of what was loaded; None without that file.
     """
 
     def __init__(self, model: nn.Module, weights: dict[str, _Weight], record: Record | None) -> None:
@@ -148,7 +149,7 @@ class KeptPattern:
                 weight.restore()
 
     def restore(self) -> None:
-        """Sets the weights that were zero to zero again, for example after a change that no optimizer made."""
+        """Sets the weights that were zero to zero again, such as after a change that no optimizer made."""
         for weight in self._weights.values():
             weight.restore()
 
@@ -157,10 +158,14 @@ class KeptPattern:
         self._hook.remove()
 
     def merge_and_unload(self, model: Any, **options: Any) -> MergedAdapter:
-        """Merges the adapters of PEFT into the weights, and sets those that were zero to zero again.
+        """Merges PEFT's adapters into the weights, and sets the weights that were zero to zero again.
 
-        An adapter changes all weights, so merging loses what it does to zeros: measure the model before and after.
-        While it merges, a second copy of the N:M weights is in memory. ``options`` are passed to PEFT.
+        What an adapter changes in zeros is lost: measure the model before and after. While it merges, a second copy of
+        the N:M weights is in memory.
+
+        Args:
+            model: the ``PeftModel`` of the kept model.
+            options: arguments of PEFT's ``merge_and_unload``.
 
         Raises:
             ModelError: ``model`` is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged, such
@@ -201,18 +206,22 @@ class KeptPattern:
     def save_pretrained(
         self, folder: str | Path, tokenizer: Processor | None = None, *, overwrite: bool = False
     ) -> Path:
-        """Writes the trained model with ``permtriton.json``, verified as `permtriton.CompiledModel.save_pretrained`.
+        """Writes the trained model with ``permtriton.json``, and verifies it before it is renamed into place.
 
-        All ranks must call it; the first one writes, and all return its result or raise its error.
+        All ranks must call it. The first one writes; all return its result, or raise its error.
 
         Args:
-            folder: folder to write; its absolute path is returned.
-            tokenizer: tokenizer or processor, which is saved, too.
+            folder: folder to write.
+            tokenizer: tokenizer or processor to save with the model.
             overwrite: whether an earlier output of permtriton may be replaced.
+
+        Returns:
+            The absolute path of the folder.
 
         Raises:
             ModelError: the model was not loaded from a folder that permtriton wrote, or its adapters are not merged.
-            OutputError, VerificationError: as `permtriton.CompiledModel.save_pretrained`.
+            OutputError: the folder exists and may not be replaced, or cannot be written.
+            VerificationError: the written checkpoint fails a check; nothing is left behind.
         """
         model: Any = self._model()
         record = self.record
@@ -233,7 +242,7 @@ class KeptPattern:
 
 
 class KeepPattern(TrainerCallback):
-    """Does what `permtriton.keep_pattern` does, as a callback of ``transformers.Trainer``.
+    """Calls `permtriton.keep_pattern` when training begins: a callback of ``transformers.Trainer``.
 
     Attributes:
         kept: what `permtriton.keep_pattern` returned; None before training.
@@ -296,7 +305,7 @@ def _refuse_untrainable(model: nn.Module) -> None:
 
 
 def _refuse_dense_adapters(model: Any, inner: Any, record: Record | None) -> None:
-    """Refuses adapters that were trained on the dense model, whose channels have another order."""
+    """Refuses adapters that were trained on the dense model, if the kept model's channels have another order."""
     if record is None or not any(moved(torch.tensor(site["index"])) for site in record["sites"]):
         return
     for config in getattr(model, "peft_config", {}).values():

@@ -33,14 +33,14 @@ class Stored(NamedTuple):
 class PermTritonLinearMethod(LinearMethodBase):
     """Loads a packed weight as values and positions, or the dense weight of a linear that gathers its input.
 
-    A packed weight stays packed in FP8 or if `runs_packed` (2:4 in 16 bits on a GPU); otherwise it is unpacked.
+    A packed weight stays packed in FP8, or if `runs_packed` (2:4 in 16 bits on a GPU); else it is unpacked.
 
-    Rows and columns are divided among the ranks of tensor parallelism as vLLM divides dense weights: rows of values and
-    positions are those of the weight, and a rank's columns are whole groups and whole bytes of positions.
+    vLLM divides values and positions among the ranks of tensor parallelism as it divides dense weights. Their rows are
+    those of the weight, and the columns of a rank must be whole groups and whole bytes of positions.
     """
 
     def __init__(self, name: str, stored: Stored | None, gathers: bool) -> None:
-        """``name`` is for errors; ``stored`` is None for a dense weight; ``gathers``: whether the input is gathered."""
+        """Takes the linear's name, for errors; how its weight is packed, or None; and whether it gathers its input."""
         self.name, self.stored, self.gathers = name, stored, gathers
         self.dense = UnquantizedLinearMethod()
 

@@ -1,4 +1,4 @@
-"""vLLM's RMS norm with a permuted output, for norms with an index in a folder of layout ``fused``."""
+"""vLLM's RMS norm, which permutes its output where a folder of layout ``fused`` has an index for it."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class VllmPermutedRMSNorm(RMSNorm):
     """vLLM's RMS norm, whose instances in a permtriton model may permute their output.
 
     The loaded weights decide which of them do: those with a stored ``index``, whose stored ``weight`` has one more
-    dimension. Instances in other models are unchanged.
+    dimension. Instances in other models do what vLLM's norm does.
     """
 
     permutes = False
@@ -54,7 +54,7 @@ class VllmPermutedRMSNorm(RMSNorm):
 
 
 def use_permuted_norms() -> None:
-    """Makes vLLM construct a `VllmPermutedRMSNorm` in place of each ``RMSNorm``, from now on, in this process."""
+    """Makes vLLM construct a `VllmPermutedRMSNorm` in place of each ``RMSNorm`` in this process from now on."""
     present = op_registry_oot.get(RMSNorm.__name__)
     if present is None:
         CustomOp.register_oot(VllmPermutedRMSNorm, name=RMSNorm.__name__)

@@ -11,7 +11,7 @@ USE_PORTABLE = "compile the model with --layout portable"
 
 
 class Order(nn.Module):
-    """Holds an index, a parameter without elements until it is loaded; ``name`` is the linear's, for errors.
+    """The index of a gather, a parameter without elements until it is loaded.
 
     vLLM accepts a checkpoint that lacks a parameter without elements, so `finish` checks that the index was loaded.
     """
@@ -19,6 +19,7 @@ class Order(nn.Module):
     index: Tensor  # ``[channels]`` once it is loaded
 
     def __init__(self, name: str, channels: int) -> None:
+        """``name`` is that of the linear, for errors."""
         super().__init__()
         self.name, self.channels = name, channels
         empty = torch.empty(0, dtype=index_dtype(channels))
@@ -26,7 +27,7 @@ class Order(nn.Module):
         self.index.weight_loader = self._load  # type: ignore[attr-defined]
 
     def _load(self, parameter: nn.Parameter, tensor: Tensor, part: object = None) -> None:
-        """Loads the index of one part of a linear; all parts must have the same index, because they share one input."""
+        """Loads the index of one of the linears that vLLM joined; as they share an input, they must share an index."""
         check_index(tensor, self.channels, self.name)
         if not parameter.numel():
             parameter.data = tensor.to(parameter.device, parameter.dtype, copy=True)
@@ -37,7 +38,7 @@ class Order(nn.Module):
             )
 
     def finish(self, start: int, channels: int) -> None:
-        """Checks that the index was loaded, and keeps this rank's part: its ``channels`` entries from ``start`` on."""
+        """Checks that the index was loaded, and keeps this rank's part: ``channels`` entries from ``start`` on."""
         if not self.index.numel():
             raise ModelError(f"{self.name}: no index was loaded for its gather: the checkpoint is incomplete")
         if channels == self.channels:

@@ -2,7 +2,7 @@
 
 vLLM finds `register` by the entry point ``vllm.general_plugins`` and calls it in each of its processes. It then makes a
 `PermTritonConfig` from the ``quantization_config`` in config.json. This object checks the folder before an engine
-starts, and returns how each layer holds its weight.
+starts, and says how each layer holds its weight.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ LOAD_FORMATS = ("auto", "hf", "safetensors")  # of vLLM; they read the safetenso
 class PermTritonConfig(QuantizationConfig):
     """What vLLM knows of a folder: which linears are packed, and which modules permute.
 
-    Names are vLLM's, which differ from transformers' in some models; vLLM converts them by `apply_vllm_mapper`.
+    Names become those of vLLM's model, which differ from transformers' in some models, by `apply_vllm_mapper`.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class PermTritonConfig(QuantizationConfig):
         return PermTritonLinearMethod(prefix, stored[0], gathers[0])
 
     def _prepare(self) -> None:
-        """Checks load format and model class in the process that builds the model, and registers norms that permute."""
+        """Checks the load format and the class in the process that builds the model; registers norms that permute."""
         if not self.is_checked:
             raise ModelError("vLLM did not let permtriton check the folder before this: expected vLLM 0.32 or newer")
         config = get_current_vllm_config()

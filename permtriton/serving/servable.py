@@ -8,8 +8,8 @@ from permtriton.checkpoint.quantizer import PermTritonQuantizer
 from permtriton.errors import ModelError
 from permtriton.serving.order import USE_PORTABLE
 
-# Model classes of vLLM whose outputs are tested against transformers' (tests/vllm) -> whether their norms and linears
-# may permute: only if the class calls each of them as a module, and uses its weight in no other way.
+# Classes of vLLM whose outputs are tested against transformers' (tests/vllm) -> whether their norms and linears may
+# permute: only if the class calls each of them as a module, and uses its weight in no other way.
 SERVED = {
     "LlamaForCausalLM": True,
     "MistralForCausalLM": True,
