@@ -13,7 +13,7 @@ from torch import Tensor
 
 from permtriton.checkpoint.card import write_record
 from permtriton.checkpoint.folder import Folder, check_hashes, describe_weights
-from permtriton.checkpoint.format import IN_8_BITS, NEEDS, SERVED_ALONE, Format
+from permtriton.checkpoint.format import IN_8_BITS, SERVED_ALONE, Format
 from permtriton.checkpoint.format_writers import FormatWriter
 from permtriton.checkpoint.fp8 import Fp8Writer, packed_fp8_writer
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
@@ -101,8 +101,8 @@ def check_format(format: str, *, permuted: bool, what: str) -> None:
             f"{what} permutes channels at run time (layout fused), which only permtriton can do: compile the original "
             f"model with `layout=portable` for a {format} checkpoint, or write this one as dense or packed"
         )
-    if package := NEEDS.get(Format(format)):
-        require(f"format {format}", package)
+    if format == Format.FP8:
+        require("format fp8", "compressed_tensors")  # which describes it to other programs
 
 
 def _write_tensors(writer: FormatWriter, partial: Path, progress: Progress) -> tuple[int, int]:

@@ -52,7 +52,7 @@ class Folder:
         """permtriton's entries in the config; those of a plain checkpoint and of format fp8 name nothing."""
         entries = self.config.get("quantization_config")
         if entries is None or self._is_compressed:
-            return config_entries("2:4", {}, {}, {})  # a pattern of no weight
+            return config_entries("2:4", {}, {}, {})  # the pattern of no weight
         if not isinstance(entries, dict) or entries.get("quant_method") != METHOD:
             raise ModelError(
                 f"{self.path / CONFIG_FILE}: quantization_config is not permtriton's: give a folder that permtriton "

@@ -24,5 +24,4 @@ MEANINGS = {
 SERVED_ALONE = (Format.PLAIN, Format.FP8)  # other programs load them without permtriton, so no module may permute
 PACKED = (Format.PACKED, Format.PACKED_FP8)  # they store positions
 IN_8_BITS = (Format.FP8, Format.PACKED_FP8)  # they round weights
-NEEDS = {Format.FP8: "compressed_tensors"}  # format -> the package that describes it to other programs
 HELP = " ".join(f"{name}: {meaning}." for name, meaning in MEANINGS.items())

@@ -89,7 +89,9 @@ def locked(output: Path, say: Say) -> Iterator[bool]:
     """Locks a resolved path; yields False if this process had locked it before, or the file system has no locks."""
     path = _beside(output, "lock")
     lock = FileLock(path, timeout=0, is_singleton=True, fallback_to_soft=False)
-    again = lock.is_locked
+    if lock.is_locked:
+        yield False
+        return
     try:
         lock.acquire()
     except Timeout:
@@ -111,13 +113,11 @@ def locked(output: Path, say: Say) -> Iterator[bool]:
         yield False
         return
     try:
-        if not again:
-            with _clear_errors(output):
-                path.write_bytes(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        yield not again
+        with _clear_errors(output):
+            path.write_bytes(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield True
     finally:
-        if not again:
-            path.unlink(missing_ok=True)  # before the release, so that a process that has opened it makes a new one
+        path.unlink(missing_ok=True)  # before the release, so that a process that has opened it makes a new one
         lock.release()
 
 

@@ -10,7 +10,6 @@ load without this check, remove the hashes from the config:
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -123,7 +122,7 @@ def config_entries(
     packed: dict[str, Packed],
     gathers: dict[str, int],
     norms: dict[str, NormEntry],
-    hashes: Mapping[str, str] = MappingProxyType({}),
+    hashes: Mapping[str, str] | None = None,
 ) -> PermTritonQuantizationConfig:
     """Returns the config of a folder, whose format follows from what is packed."""
     in_fp8 = any("values" in entry for entry in packed.values())
@@ -134,7 +133,7 @@ def config_entries(
         packed=packed,
         gathers=gathers,
         norms=norms,
-        sha256=dict(hashes),
+        sha256=dict(hashes or {}),
     )
 
 

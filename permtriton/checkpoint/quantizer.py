@@ -271,14 +271,11 @@ class PermTritonQuantizer(HfQuantizer):
             )
 
     def _target_dtype(self, model: Any, name: str, tensor: Tensor) -> torch.dtype:
-        for pattern, dtype in model._get_dtype_plan(self._dtype).items() if self._dtype else ():
-            if (
-                tensor.is_floating_point()
-                and tensor.dtype.itemsize > 1
-                and re.search(rf"(^|\.){re.escape(pattern)}(\.|$)", name)
-            ):
-                return dtype
-        return tensor.dtype
+        """Returns the dtype of a loaded tensor: the one in which a class keeps some modules, or that of the model."""
+        castable = self._dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        plan = model._get_dtype_plan(self._dtype) if castable else {}
+        found = (dtype for part, dtype in plan.items() if re.search(rf"(^|\.){re.escape(part)}(\.|$)", name))
+        return next(found, tensor.dtype)
 
     def _keep_or_unpack(self, model: Any, packed: _PackedParameter) -> None:
         """Puts a loaded parameter into its linear if that stays packed, else unpacks it; then casts it to its dtype."""

@@ -110,11 +110,10 @@ def _correct(model: Any) -> None:
     """Makes the configs fit what is saved: a head that is not tied, no layers that predict further tokens."""
     configs = [model.config, model.config.get_text_config(decoder=True)]
     configs += [model.generation_config] if model.can_generate() else []
-    embedding = head = None
-    if model.main_input_name == "input_ids" and not takes_decoder_ids(model):
-        tables = embedding_of(model), model.get_output_embeddings()
-        embedding, head = (getattr(table, "weight", None) for table in tables)
-    untied = embedding is not None and head is not None and head is not embedding
+    reads_ids = model.main_input_name == "input_ids" and not takes_decoder_ids(model)
+    tables = [embedding_of(model), model.get_output_embeddings()] if reads_ids else []
+    weights = [weight for table in tables if (weight := getattr(table, "weight", None)) is not None]
+    untied = len(weights) == 2 and weights[0] is not weights[1]
     further = any(FURTHER_LAYERS.search(name) for name, _ in model.named_parameters())  # most classes load none
     for config in configs:
         if untied and getattr(config, "tie_word_embeddings", False):
