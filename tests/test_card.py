@@ -13,7 +13,6 @@ import permtriton
 from permtriton.checkpoint.card import ALONE, PROJECT, WITH_PERMTRITON, model_card, name_repository
 from permtriton.checkpoint.export import export
 from permtriton.driver.pipeline import compile_model
-from permtriton.errors import OutputError
 from permtriton.util.extras import WHERE, install_command
 
 from . import zoo
@@ -162,11 +161,3 @@ def test_a_card_says_from_any_folder_what_the_model_was(tmp_path, monkeypatch):
     text = Path("packed", "README.md").read_text()
     assert "base_model" not in front(text)
     assert "# `tiny`, pruned to 2:4" in text
-
-
-def test_a_folder_with_a_readme_alone_is_not_replaced(compiled, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "README.md").write_text("mine")
-    with pytest.raises(OutputError, match="not written by permtriton"):
-        compiled["portable"].save_pretrained(tmp_path / "out", overwrite=True)
-    assert (tmp_path / "out" / "README.md").read_text() == "mine"

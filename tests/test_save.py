@@ -135,31 +135,19 @@ def test_the_states_of_stages_go_once_the_result_is_saved(compiled, place, monke
     assert ["out/permtriton.json" in there for there in deleted] == [True, True]
 
 
-def test_existing_output_needs_overwrite(compiled, place, earlier):
-    with pytest.raises(OutputError, match="exists: choose another folder, or replace it with `overwrite=True`"):
-        compiled.save_pretrained(place / "out")
-    assert folders.files(place) == earlier
-
-
-def test_missing_parent(compiled, place):
-    with pytest.raises(OutputError, match="does not exist; make it first"):
-        compiled.save_pretrained(place / "no" / "out")
-    assert list(place.iterdir()) == []
-
-
-# -- where it may be saved -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["folder of another", "file"])
-def test_overwrite_leaves_what_is_not_ours_alone(compiled, place, kind):
-    if kind == "file":
-        (place / "out").write_text("thesis")
-    else:
-        (place / "out").mkdir()
-        (place / "out" / "config.json").write_text("thesis")
+def test_where_nothing_is_written(compiled, place, earlier):
+    (place / "file").write_text("thesis")
+    (place / "folder").mkdir()
+    (place / "folder" / "README.md").write_text("thesis")
     before = folders.files(place)
-    with pytest.raises(OutputError, match="not written by permtriton"):
-        compiled.save_pretrained(place / "out", overwrite=True)
+    for name, overwrite, words in (
+        ("out", False, "exists: choose another folder, or replace it with `overwrite=True`"),
+        ("file", True, "not written by permtriton"),
+        ("folder", True, "not written by permtriton"),
+        ("no/out", True, "does not exist; make it first"),
+    ):
+        with pytest.raises(OutputError, match=words):
+            compiled.save_pretrained(place / name, overwrite=overwrite)
     assert folders.files(place) == before
 
 
