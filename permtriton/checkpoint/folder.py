@@ -116,13 +116,17 @@ class Folder:
         """Reads a tensor in the model's shape, and unpacks and dequantizes it if it is packed or in 8 bits."""
         if name not in self.entries.packed:
             tensor = self._read(name).view(self.shape(name))
-            return dequantized(tensor, self._read(f"{name}_scale")) if self._is_scaled(name) else tensor
+            return dequantized(tensor, self.scale(name)) if self._is_scaled(name) else tensor
         entry, pattern = self.entries.packed[name], self.entries.pattern_of(name)
         values, positions = self._read(f"{name}_values"), self._read(f"{name}_positions")
         if "values" not in entry:
             return unpacked(values, positions, entry["shape"], entry["dim"], pattern)
-        weight = unpack_fp8(values, positions, self._read(f"{name}_scale"), entry["shape"][1], pattern)
+        weight = unpack_fp8(values, positions, self.scale(name), entry["shape"][1], pattern)
         return weight.to(self._read(name).dtype)
+
+    def scale(self, name: str) -> Tensor:
+        """Returns the scales of a weight in 8 bits, as they are stored: one for each row."""
+        return self._read(f"{name}_scale")
 
     def file_of(self, name: str) -> str:
         """Returns the name of the file that holds a tensor, or the values of a packed one."""

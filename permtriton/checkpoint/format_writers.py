@@ -17,7 +17,7 @@ from permtriton.checkpoint.quantization_config import Packed, config_entries, pa
 from permtriton.checkpoint.verify import check_same_bits
 from permtriton.errors import VerificationError
 from permtriton.kernels.packing import pack
-from permtriton.kernels.quantize import dequantized, round_to_fp8
+from permtriton.kernels.quantize import dequantized, round_to_fp8, to_float8
 from permtriton.kernels.sparse_linear_fp8 import pack_fp8
 from permtriton.model.checks import check_finite_tensor
 from permtriton.model.nm_checks import check_weight
@@ -79,7 +79,8 @@ class FormatWriter:
     def verify(self, written: Folder, progress: Progress) -> None:
         """Compares every tensor that was written with the one that was read, bit by bit.
 
-        Weights in 8 bits are compared with the rounded ones, and must be finite and, if they are pruned, N:M.
+        Weights in 8 bits are compared with what was read, rounded with their scales. They must be finite and, if they
+        are pruned, N:M.
         """
         names = self.source.names()
         if differing := sorted(set(names) ^ set(written.names())):
@@ -88,7 +89,8 @@ class FormatWriter:
             for name in names:
                 expected, weight = self.source.tensor(name), written.tensor(name)
                 if name in self.rounded:
-                    expected = dequantized(*round_to_fp8(expected))
+                    scale = written.scale(name).view(-1, 1).to(expected.dtype)  # to find it again takes nine roundings
+                    expected = dequantized(to_float8(expected, scale), scale)
                     check_finite_tensor(name, weight)
                     if pruned := self.source.pruned.get(name):
                         check_weight(name, weight, pruned.pattern)
