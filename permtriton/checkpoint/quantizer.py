@@ -12,7 +12,6 @@ permuted norm or linear with one more dimension.
 
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,13 @@ from permtriton.checkpoint.quantization_config import (
     config_entries,
     packed_entry,
 )
-from permtriton.checkpoint.replace_modules import device_of, replace_by_packed, replace_by_permuted, set_parameter
+from permtriton.checkpoint.replace_modules import (
+    PackedParameter,
+    device_of,
+    replace_by_packed,
+    replace_by_permuted,
+    set_parameter,
+)
 from permtriton.errors import ModelError
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.headers import StoredTensor, read_headers
@@ -49,7 +54,7 @@ from permtriton.model.modules import (
     is_permuted,
     replace_module,
 )
-from permtriton.util.sparsity import NMPattern, PrunedWeight
+from permtriton.util.sparsity import PrunedWeight
 
 
 def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
@@ -77,15 +82,6 @@ def attach(model: Any, sparsity: str) -> None:
         model.hf_quantizer = PermTritonQuantizer(config)
 
 
-@dataclass(frozen=True)
-class _PackedParameter:
-    """A packed parameter of the model that is loaded."""
-
-    names: list[str]  # its names in the model, several where layers share it
-    entry: Packed
-    pattern: NMPattern
-
-
 class PermTritonQuantizer(HfQuantizer):
     """Replaces modules and parameters before the weights are loaded, and checks and unpacks them afterwards."""
 
@@ -93,7 +89,7 @@ class PermTritonQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PermTritonQuantizationConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._packed: list[_PackedParameter] = []
+        self._packed: list[PackedParameter] = []
         self._expected: dict[str, Tensor] = {}  # every tensor of the model, on the meta device
         self._dtype: torch.dtype | None = None
 
@@ -224,18 +220,18 @@ class PermTritonQuantizer(HfQuantizer):
         dims = {name: input_dim(model, name) for name in model_names.values() if name}  # before any is emptied
         for listed, entry in config.packed.items():
             if name := model_names[listed]:
-                packed = _PackedParameter([name, *_other_names(model, name)], entry, config.pattern_of(listed))
+                all_names = [name, *_other_names(model, name)]
+                packed = PackedParameter(all_names, names[listed], dims[name], entry, config.pattern_of(listed))
                 self._packed.append(packed)
                 path, _, _ = name.rpartition(".")
                 owner: Any = model.get_submodule(path)
                 dtype = self._target_dtype(model, name, model.get_parameter(name))
-                is_linear = type(owner) in (nn.Linear, GatheredLinear) and packed.names == [name]
+                is_linear = type(owner) in (nn.Linear, GatheredLinear) and all_names == [name]
                 if "values" in entry:
                     replace_module(model, path, SparseLinearFp8.from_linear(owner))
                 elif is_linear and runs_packed(owner.in_features, dtype, packed.pattern, device_of(name, device_map)):
                     replace_module(model, path, SparseLinear.from_linear(owner))
-                empty = replace_by_packed(model, name, names[listed], dims[name], entry, stored, packed.pattern)
-                set_parameter(model, packed.names, empty)
+                replace_by_packed(model, packed, stored)
         changed = {get_module_from_name(model, name)[0] for packed in self._packed for name in packed.names}
         changed |= set(filter(is_permuted, model.modules()))
         around = {module for module in model.modules() if changed & set(module.children())}
@@ -277,7 +273,7 @@ class PermTritonQuantizer(HfQuantizer):
         found = (dtype for part, dtype in plan.items() if re.search(rf"(^|\.){re.escape(part)}(\.|$)", name))
         return next(found, tensor.dtype)
 
-    def _keep_or_unpack(self, model: Any, packed: _PackedParameter) -> None:
+    def _keep_or_unpack(self, model: Any, packed: PackedParameter) -> None:
         """Puts a loaded parameter into its linear if that stays packed, else unpacks it; then casts it to its dtype."""
         name, entry, pattern = packed.names[0], packed.entry, packed.pattern
         owner, attribute = get_module_from_name(model, name)

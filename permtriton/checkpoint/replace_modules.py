@@ -1,6 +1,7 @@
 """Replaces modules of a model without weights by permuted and packed ones."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,19 @@ from permtriton.util.sparsity import NMPattern
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn}
 
 
+@dataclass(frozen=True)
+class PackedParameter:
+    """A packed parameter of a model that is loaded."""
+
+    names: list[str]  # its names in the model, several where layers share it
+    stored_name: str  # its name among the stored tensors
+    dim: int  # its input dimension in the model
+    entry: Packed
+    pattern: NMPattern
+
+
 def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.device:
-    """Returns the device on which transformers puts a parameter. A map that is a word, such as "auto", means a GPU."""
+    """Returns the device on which transformers puts a parameter; with "auto", that is a GPU if there is one."""
     if isinstance(device_map, str):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = get_device(dict(device_map) if device_map else None, name, valid_torch_device=True)
@@ -50,31 +62,15 @@ def replace_by_permuted(model: nn.Module, name: str, channels: int, norm: NormEn
         replace_module(model, name, from_norm(module, NormVariant(norm["kind"], norm["eps"], norm["offset"]), index))
 
 
-def replace_by_packed(
-    model: nn.Module,
-    name: str,
-    stored_name: str,
-    dim: int,
-    entry: Packed,
-    stored: Mapping[str, StoredTensor],
-    pattern: NMPattern,
-) -> nn.Parameter:
-    """Adds buffers for the parts of a packed parameter, which are loaded later.
-
-    Args:
-        name: name of the parameter in the model.
-        stored_name: its name among the ``stored`` tensors.
-        dim: its input dimension in the model.
-
-    Returns:
-        An empty parameter to take its place.
-    """
-    owner, attribute = get_module_from_name(model, name)
+def replace_by_packed(model: nn.Module, packed: PackedParameter, stored: Mapping[str, StoredTensor]) -> None:
+    """Empties a parameter, and adds buffers for its packed parts, which are loaded later."""
+    owner, attribute = get_module_from_name(model, packed.names[0])
+    name, entry, dim, pattern = packed.stored_name, packed.entry, packed.dim, packed.pattern
     shape, parameter = entry["shape"], getattr(owner, attribute)
     if (list(parameter.shape), dim) != (shape, entry["dim"]):
         raise ModelError(
-            f"{WHERE}: {stored_name} has shape {shape} and the input dimension {entry['dim']}, but the model of "
-            f"config.json needs {list(parameter.shape)} and {dim}: the file is damaged"
+            f"{WHERE}: {name} has shape {shape} and the input dimension {entry['dim']}, but the model of config.json "
+            f"needs {list(parameter.shape)} and {dim}: the file is damaged"
         )
     values, positions = packed_shapes(parameter.numel() // shape[dim], shape[dim], pattern)
     in_fp8, uint8 = "values" in entry, {"U8": torch.uint8}
@@ -82,12 +78,12 @@ def replace_by_packed(
     parts = [("_values", values, FLOAT8 if in_fp8 else DTYPES), ("_positions", positions, uint8)]
     parts += [("_scale", (shape[0],), {"F32": torch.float32})] * in_fp8
     for part, size, dtypes in parts:
-        found = stored.get(stored_name + part)
+        found = stored.get(name + part)
         if found is None or found.shape != size or found.dtype not in dtypes:
             raise ModelError(
-                f"{stored_name}{part} is {f'{found.dtype} {list(found.shape)}' if found else 'missing'}, expected "
+                f"{name}{part} is {f'{found.dtype} {list(found.shape)}' if found else 'missing'}, expected "
                 f"{' or '.join(dtypes)} {list(size)} for {shape} at {pattern}: the checkpoint is damaged or incomplete"
             )
         owner.register_buffer(attribute + part, torch.empty(size, dtype=dtypes[found.dtype], device="meta"))
     # transformers cannot initialize None
-    return nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="meta"))
+    set_parameter(model, packed.names, nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="meta")))
