@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from permtriton.checkpoint import format_writers
 from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, OutputError, PermTritonError, VerificationError
@@ -245,11 +244,34 @@ def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatc
     assert folders.files(tmp_path) == before
 
 
-def test_what_is_written_wrongly_is_found(sources, tmp_path, monkeypatch):
-    pack = format_writers.pack
-    monkeypatch.setattr(format_writers, "pack", lambda *arguments: (lambda v, p: (v * 2, p))(*pack(*arguments)))
-    with pytest.raises(VerificationError, match="differs from what was read"):
-        export(sources["portable"], tmp_path / "out")
+def flipped(bits: torch.Tensor) -> torch.Tensor:
+    bits[3, bits[3].nonzero()[0]] ^= 1
+    return bits
+
+
+@pytest.mark.parametrize(
+    ("format", "part", "damage", "words"),
+    [
+        ("dense", "", flipped, "differs from what was read"),
+        ("packed", "_values", flipped, "differs from what was read"),
+        ("packed-fp8", "_values", flipped, "differs from what was read"),
+        ("fp8", "", flipped, "differs from what was read"),
+        ("fp8", "_scale", flipped, "differs from what was read"),
+        ("fp8", "", lambda bits: bits + (bits == 0) * 8, "nonzero weights, but 2:4 allows 2"),
+        ("fp8", "", lambda bits: bits.where(bits != bits.max(), 127), "not finite"),
+    ],
+)
+def test_what_is_written_wrongly_is_found(sources, tmp_path, monkeypatch, format, part, damage, words):
+    """A fault on the way to the file must leave no folder."""
+
+    def broken(tensors, *arguments):
+        stored = tensors[LAST_UP + part]
+        tensors[LAST_UP + part] = damage(stored.clone().view(torch.uint8)).to(torch.uint8).view(stored.dtype)
+        save_file(tensors, *arguments)
+
+    monkeypatch.setattr("permtriton.checkpoint.export.save_file", broken)
+    with pytest.raises(VerificationError, match=words):
+        export(sources["portable"], tmp_path / "out", format)
     assert list(tmp_path.iterdir()) == []
 
 

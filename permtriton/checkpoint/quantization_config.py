@@ -79,7 +79,7 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
                 "permtriton, or export the model again"
             )
         fields = {"quant_method": METHOD, **checked(Entries, entries, _damaged)}
-        vars(self).update({name: fields.get(name, {}) for name in Entries.__annotations__})
+        self.__dict__.update({name: fields.get(name, {}) for name in Entries.__annotations__})
         for name, entry in self.packed.items():
             shape, dim = entry["shape"], entry["dim"]
             group = self.pattern_of(name).group

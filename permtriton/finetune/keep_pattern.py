@@ -62,7 +62,7 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
         raise ConfigError(f"model is a {type(model).__name__}: expected a loaded model")
     inner: Any = _unwrapped(model)
     source = source_of_loaded(inner)
-    record = source and find_record(source)
+    record = find_record(source) if source else None
     if source and record:
         fetch_beside(source)  # now, and not when the trained model is saved
     check_loaded(inner)
