@@ -4,10 +4,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from permtriton.errors import ConfigError, shown
+
+if TYPE_CHECKING:  # the help of a command, which has the patterns, must not wait for torch
+    from torch import Tensor
 
 MAX_GROUP = 32
 
@@ -85,6 +87,6 @@ class PrunedWeight:
     dim: int  # its input dimension, along which groups are counted
     pattern: NMPattern
 
-    def rows(self, weight: Tensor) -> Tensor:
+    def rows(self, weight: "Tensor") -> "Tensor":
         """Returns the parameter as ``[rows, in_features]``."""
         return weight.movedim(self.dim, -1).flatten(0, -2)
