@@ -224,6 +224,15 @@ class Objective:
             (loss * scale).backward()
             yield loss.detach(), part.numel()
 
+    def finite(self, loss: float, name: str) -> float:
+        """Returns a loss of the model; refuses one that is not finite."""
+        if not math.isfinite(loss):
+            raise CalibrationError(
+                f"the {name} is {loss} in {self.model.dtype}: activations overflow (try `dtype=float32`), or the "
+                "weights are damaged"
+            )
+        return loss
+
     def on(self, model: PreTrainedModel) -> "Objective":
         """Returns the objective of ``model``, a twin of the model that the objective was made with."""
         samples = self.samples.to(model.device, model.dtype)
@@ -237,14 +246,6 @@ class Objective:
         for reordered_state, state in zip(target, self.target, strict=True):
             reordered_state.copy_(state[..., order])
         return replace(self, target=target)
-
-
-def finite(loss: float, name: str, dtype: torch.dtype) -> float:
-    if not math.isfinite(loss):
-        raise CalibrationError(
-            f"the {name} is {loss} in {dtype}: activations overflow (try `dtype=float32`), or the weights are damaged"
-        )
-    return loss
 
 
 def dense_objective(

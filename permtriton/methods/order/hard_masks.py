@@ -13,7 +13,7 @@ from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
 from permtriton.kernels.swap_gains import RankOneCurvature, SwapTerms, swap_terms
-from permtriton.methods.measure.losses import Objective, finite
+from permtriton.methods.measure.losses import Objective
 from permtriton.methods.run import Run
 from permtriton.model.experts import expert_of
 from permtriton.model.forward import to_numbers
@@ -64,9 +64,9 @@ class _HardMasked:
 class HardMasks:
     """The masks of all pruned linears; ``spread`` says whether each rank holds only some rows of the weights."""
 
-    def __init__(self, run: Run, model: PreTrainedModel, objective: Objective, linears: Sequence[_HardMasked]) -> None:
+    def __init__(self, run: Run, objective: Objective, linears: Sequence[_HardMasked]) -> None:
         self.spread = run.placement.spread_on is not None
-        self._model, self._linears, self._objective = model, linears, objective.on(model)
+        self._objective, self._linears, self._device = objective, linears, objective.model.device
         self._micro_batch = MicroBatch(run.config.micro_batch_size)
 
     @torch.no_grad()
@@ -83,10 +83,10 @@ class HardMasks:
     def _order(self, site: Site, indices: Mapping[str, Tensor]) -> Tensor:
         index = indices.get(site.space.name)
         order = torch.arange(site.channels) if index is None else site.expand(index)
-        return order.to(self._model.device)
+        return order.to(self._device)
 
     def loss(self) -> float:
-        return self._check(self._micro_batch.run(self._objective.mean))
+        return self._objective.finite(self._micro_batch.run(self._objective.mean), "loss of the search")
 
     @torch.enable_grad()
     def take_gradients(self, advance: Callable[[int], None] = lambda _steps: None) -> float:
@@ -109,7 +109,7 @@ class HardMasks:
                 reported = max(sequences_done, reported)
             return sum(to_numbers(losses))
 
-        loss = self._check(ranks.total(self._micro_batch.run(backward)))
+        loss = self._objective.finite(ranks.total(self._micro_batch.run(backward)), "loss of the search")
         totals = [linear.total for linear in self._linears]
         if not self.spread:  # gradients of weights that are spread are added up already, by FSDP2
             ranks.add_up(totals)
@@ -131,10 +131,7 @@ class HardMasks:
             order = self._order(linear.site, indices)
             terms = swap_terms(linear.dense, linear.importance, linear.total, order, linear.pattern, curvature)
             for channels in linear.site.channels_by_unit.unbind(1):
-                yield terms.of_positions(channels.to(self._model.device))
-
-    def _check(self, loss: float) -> float:
-        return finite(loss, "loss of the search", self._model.dtype)
+                yield terms.of_positions(channels.to(self._device))
 
 
 @contextmanager
@@ -163,7 +160,7 @@ def hard_masked(
             stack.enter_context(parameter.requires_grad_(True).register_post_accumulate_grad_hook(linear.add_gradient))
             linears.append(linear)
         try:
-            yield HardMasks(run, model, objective, linears)
+            yield HardMasks(run, objective.on(model), linears)
         finally:
             for linear in linears:
                 linear.out_in(linear.parameter).copy_(linear.dense)

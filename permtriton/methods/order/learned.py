@@ -17,7 +17,7 @@ from torch import Tensor
 from permtriton.config import CommonConfig
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.methods.measure.fisher import curvatures
-from permtriton.methods.measure.losses import ObjectiveKind, finite, minimises
+from permtriton.methods.measure.losses import ObjectiveKind, minimises
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.masked_model import LearnedMasks, masked_model
 from permtriton.methods.order.relaxation import Relaxation
@@ -168,9 +168,8 @@ class Learned(Step):
 
         Spaces that are read outside the layers of the model are not learned.
         """
-        first_layer = 0
-        if self.last_layers is not None:
-            first_layer = max(site.layer for site in plan.sites) + 1 - self.last_layers
+        last_layer = max(site.layer for site in plan.sites)
+        first_layer = 0 if self.last_layers is None else last_layer + 1 - self.last_layers
         movable_spaces = (space for space in plan.spaces if not space.frozen)
         return [space for space in movable_spaces if all(site.layer >= first_layer for site in plan.sites_of(space))]
 
@@ -275,7 +274,7 @@ class OrderTrainer:
         losses = [*self._with_memory(backward), self._masks.backward(scale)]
         # The host waits for the GPU only here, once all work is queued.
         *partial_losses, largest_gradient = torch.stack(losses).tolist()
-        loss_sum = self._check(ranks.total(sum(partial_losses)))
+        loss_sum = self._objective.finite(ranks.total(sum(partial_losses)), "learning loss")
         if not 0 < largest_gradient < math.inf:
             raise CalibrationError(
                 f"the largest gradient of the permutations is {largest_gradient}: nothing can be learned in this "
@@ -291,7 +290,7 @@ class OrderTrainer:
             self._masks.set(index.to(self._relaxation.scale.device), None)
             return self._objective.mean(size)
 
-        return self._check(self._with_memory(mean))
+        return self._objective.finite(self._with_memory(mean), "learning loss")
 
     def _with_memory(self, compute: Callable[[int], Result]) -> Result:
         """Returns ``compute(size)`` for a size that fits in memory; if none does, masked weights are no longer kept."""
@@ -303,9 +302,6 @@ class OrderTrainer:
         self._masks.set_keep(False)
         self._micro_batch = MicroBatch(self._run.config.micro_batch_size)
         return self._micro_batch.run(compute)
-
-    def _check(self, loss: float) -> float:
-        return finite(loss, "learning loss", self._masks.model.dtype)
 
 
 def _row(number: int, loss: float, index: Tensor, tau: float, seconds: float) -> dict[str, Any]:
