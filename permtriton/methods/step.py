@@ -4,10 +4,9 @@ A recipe is a tuple of steps, which run one after another. Memory, time, disk, r
 are derived from each step's attributes and functions, so a new step is one file in ``permtriton/methods``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from permtriton.config import CommonConfig
@@ -18,9 +17,9 @@ BACKWARD = 3  # time of a forward and a backward pass together, in forward passe
 GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
 
 
-def of_option(name: str) -> Any:
-    """Returns a property of a step whose value is that of the option ``name``."""
-    return property(attrgetter(name))
+def from_options(compute: Callable[[Any], Any]) -> Any:
+    """Returns the value of an attribute of a step that follows from its options: a property, computed from the step."""
+    return property(compute)
 
 
 class Stage(IntEnum):
@@ -65,38 +64,21 @@ class Step(Protocol):
     shards: ClassVar[bool] = True  # whether it can run while the weights of layers are spread over several GPUs
     onloads: ClassVar[bool] = True  # whether it can run on a model whose layers come to a GPU one by one
 
+    # What may follow from the options of a step, by `from_options` or as a property.
+    gradients: ClassVar[bool] = False  # whether it runs backward passes
+    # the distance from the dense outputs that it minimises: kl, cosine, before_norm or auto; empty if none
+    objective: ClassVar[str] = ""
+    # largest number of sequences whose gradients are accumulated for one update; 0 for all sequences
+    backward_batch: ClassVar[int] = 0
+    # whether it reads the text that the dense model writes (``--generated``) beside the calibration samples
+    reads_generated: ClassVar[bool] = False
+    # number of surplus samples of the same text that it reads per calibration sample, in addition to that one
+    extra_per_sample: ClassVar[int] = 0
+    fresh_samples: ClassVar[int] = 0  # number of samples that it reads in place of the calibration samples; 0 if none
+    saves_memory: ClassVar[str] = ""  # an option that lowers the memory that it needs, as ``name=value``; empty if none
+
     def __post_init__(self) -> None:
         check_options(self)
-
-    @property
-    def gradients(self) -> bool:
-        """Whether it runs backward passes."""
-        return False
-
-    @property
-    def reads_generated(self) -> bool:
-        """Whether it reads the text that the dense model writes (``--generated``) beside the calibration samples."""
-        return False
-
-    @property
-    def backward_batch(self) -> int:
-        """Largest number of sequences whose gradients are accumulated for one update; 0 for all sequences."""
-        return 0
-
-    @property
-    def saves_memory(self) -> str:
-        """An option that lowers the memory that the step needs, as ``name=value``; empty if there is none."""
-        return ""
-
-    @property
-    def fresh_samples(self) -> int:
-        """Number of samples that it reads in place of the calibration samples; 0 if it reads the latter."""
-        return 0
-
-    @property
-    def extra_per_sample(self) -> int:
-        """Number of surplus samples of the same text that it reads per calibration sample, in addition to that one."""
-        return 0
 
     def conflicts(self, config: CommonConfig, steps: Sequence["Step"]) -> str:
         """Returns why the step cannot run with a config or with the other steps of the recipe, and what to do instead.
@@ -108,11 +90,6 @@ class Step(Protocol):
     def uses_importance(self) -> bool:
         """Returns whether the importance that the user chooses decides anything in this step."""
         return True
-
-    @property
-    def objective(self) -> str:
-        """The distance from the dense outputs that it minimises: kl, cosine, before_norm or auto; empty if none."""
-        return ""
 
     def sizes(self, sizes: ModelSizes) -> ModelSizes:
         """Returns ``sizes`` for the samples that the step reads, with its ``backward_batch``."""

@@ -28,7 +28,7 @@ from permtriton.methods.measure.fisher import row_weights
 from permtriton.methods.measure.importance import descending, retained
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import BACKWARD, Stage, Step
+from permtriton.methods.step import BACKWARD, Stage, Step, from_options
 from permtriton.passes.plan import ChannelSpace, Site, linear_module, weight_in_out
 from permtriton.running.resume import StateFile
 from permtriton.util import ranks
@@ -58,9 +58,7 @@ class Heuristic(Step):
         "none", "How much each output row counts: fisher (by its effect on the loss) or none (all alike)."
     )
 
-    @property
-    def gradients(self) -> bool:
-        return self.row_weights == "fisher"
+    gradients = from_options(lambda step: step.row_weights == "fisher")
 
     def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         rows = min(MAX_ROWS, sizes.pruned // sizes.width)

@@ -23,7 +23,7 @@ from permtriton.methods.order.masked_model import LearnedMasks, masked_model
 from permtriton.methods.order.relaxation import Relaxation
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import BACKWARD, Outcome, Stage, Step, of_option
+from permtriton.methods.step import BACKWARD, Outcome, Stage, Step, from_options
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.running.backward import loss_scale
 from permtriton.running.resume import StateFile
@@ -101,7 +101,8 @@ class Learned(Step):
         ),
     )
 
-    backward_batch, objective = of_option("batch_size"), of_option("loss")
+    objective = from_options(lambda step: step.loss)
+    backward_batch = from_options(lambda step: step.batch_size)
 
     @property
     def last_layers(self) -> int | None:

@@ -29,7 +29,7 @@ from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import Outcome, Stage, Step, of_option
+from permtriton.methods.step import Outcome, Stage, Step, from_options
 from permtriton.passes.plan import ChannelSpace
 from permtriton.util import ranks
 from permtriton.util.option import documented, option
@@ -72,7 +72,7 @@ class Searched(Step):
     )
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
-    objective = of_option("loss")
+    objective = from_options(lambda step: step.loss)
 
     def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
         chooses = [step.name for step in steps if step.stage is Stage.PRUNE and not step.keeps_values]

@@ -36,7 +36,7 @@ from permtriton.methods.prune.least_squares import better_mask, better_rows, err
 from permtriton.methods.prune.sparsegpt import CANCELLED_SHARE, sparsegpt
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import GENERATED, Outcome, Stage, Step, of_option
+from permtriton.methods.step import GENERATED, Outcome, Stage, Step, from_options
 from permtriton.model.checks import all_finite
 from permtriton.model.nm_checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import linear_module, sequential_groups, weight_in_out
@@ -84,11 +84,8 @@ class Refit(Step):
     metric_rounds: int = option(12, "Conjugate-gradient iterations with these gradients, after all fits.", minimum=1)
     generated: bool = option(True, GENERATED)
 
-    reads_generated = of_option("generated")
-
-    @property
-    def gradients(self) -> bool:
-        return bool(self.iterations and self.metric_tokens)
+    reads_generated = from_options(lambda step: step.generated)
+    gradients = from_options(lambda step: bool(step.iterations and step.metric_tokens))
 
     def uses_importance(self) -> bool:
         return False

@@ -21,7 +21,7 @@ from permtriton.methods.measure.losses import ObjectiveKind, minimises
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import BACKWARD, GENERATED, Outcome, Stage, Step, of_option
+from permtriton.methods.step import BACKWARD, GENERATED, Outcome, Stage, Step, from_options
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.running.backward import loss_scale, with_gradients
 from permtriton.running.mixed_precision import mixed_precision
@@ -83,16 +83,12 @@ class Distill(Step):
     )
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
-    objective, backward_batch = of_option("loss"), of_option("batch_size")
-    reads_generated, extra_per_sample = of_option("generated"), of_option("further")
-
-    @property
-    def saves_memory(self) -> str:
-        return f"{self.prefix}_optimizer=adafactor" if self.optimizer == "adam" else ""
-
-    @property
-    def fresh_samples(self) -> int:
-        return num_to_draw(self.steps * self.batch_size) if self.steps else 0
+    objective = from_options(lambda step: step.loss)
+    backward_batch = from_options(lambda step: step.batch_size)
+    reads_generated = from_options(lambda step: step.generated)
+    extra_per_sample = from_options(lambda step: step.further)
+    fresh_samples = from_options(lambda step: num_to_draw(step.steps * step.batch_size) if step.steps else 0)
+    saves_memory = from_options(lambda step: "distill_optimizer=adafactor" if step.optimizer == "adam" else "")
 
     @property
     def _in_one_round(self) -> bool:
