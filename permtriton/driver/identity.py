@@ -13,7 +13,6 @@ from permtriton.config import ROUNDING_ONLY
 from permtriton.data.samples import Samples
 from permtriton.methods import steps
 from permtriton.methods.planning import Planned
-from permtriton.methods.prune import dense_share
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.step import Step
 from permtriton.model.checks import model_hash
@@ -27,7 +26,7 @@ WRITING = "generated"  # the state of the text that the dense model writes
 def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
     """Returns the paths of the states that an interrupted run left, of permtriton's own steps and of the recipe's."""
     names = dict.fromkeys(
-        (WRITING, dense_share.STATE, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe))
+        (WRITING, steps.DenseShare.prefix, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe))
     )
     paths = [state_path(resume_path, name) for name in names]
     return sorted(file for path in paths for file in (path, *layers_beside(path)) if file.is_file())

@@ -104,11 +104,6 @@ class Learned(Step):
     objective = from_options(lambda step: step.loss)
     backward_batch = from_options(lambda step: step.batch_size)
 
-    @property
-    def last_layers(self) -> int | None:
-        """K of ``last:K``, or None for all layers."""
-        return None if self.layers == "all" else int(self.layers.removeprefix("last:"))
-
     def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
         for pattern in config.patterns:
             if self.block_size % pattern.group:
@@ -152,7 +147,7 @@ class Learned(Step):
         spaces = self.spaces(run.plan)
         if not spaces:
             reason = f"with learn_layers {self.layers}, all channels that may move are read in earlier layers, too"
-            if self.last_layers is None:
+            if self.layers == "all":
                 reason = "none of this model's channels may move (see permtriton inspect)"
             raise ConfigError(f"no permutation is left to learn: {reason}; remove the step learned from the recipe")
         # Objective and Fisher information belong to the dense model, so they are computed before it is masked.
@@ -169,8 +164,8 @@ class Learned(Step):
 
         Spaces that are read outside the layers of the model are not learned.
         """
-        last_layer = max(site.layer for site in plan.sites)
-        first_layer = 0 if self.last_layers is None else last_layer + 1 - self.last_layers
+        num_layers = max(site.layer for site in plan.sites) + 1
+        first_layer = 0 if self.layers == "all" else num_layers - int(self.layers.removeprefix("last:"))
         movable_spaces = (space for space in plan.spaces if not space.frozen)
         return [space for space in movable_spaces if all(site.layer >= first_layer for site in plan.sites_of(space))]
 

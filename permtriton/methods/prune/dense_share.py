@@ -35,7 +35,6 @@ from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
 UPDATED_ROWS = 64  # rows of each linear to measure on; with all rows, the choice differs for 1% of the weights
-STATE = "dense_share"
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class DenseShare(Step):
     """The choice of the dense linears: a step that no recipe names and that runs first if ``dense_share`` is not 0."""
 
     name: ClassVar[str] = "dense share"
-    prefix: ClassVar[str] = STATE
+    prefix: ClassVar[str] = "dense_share"
     summary: ClassVar[str] = "the linears whose masks raise the loss most per weight stay dense"
     stage: ClassVar[Stage] = Stage.ORDER
     gradients = True
@@ -61,7 +60,7 @@ class DenseShare(Step):
 
         The choice is saved, because gradients differ from run to run on a GPU.
         """
-        model, config, state = run.model, run.config, run.workspace.state(STATE)
+        model, config, state = run.model, run.config, run.workspace.state(self.prefix)
         saved_state = state.read()
         updates = any(step.stage is Stage.PRUNE and not step.keeps_values for step in config.steps)
         # Its scores are errors of the output, and its statistic also serves the importance that the config names.

@@ -89,11 +89,8 @@ class Distill(Step):
     extra_per_sample = from_options(lambda step: step.further)
     fresh_samples = from_options(lambda step: num_to_draw(step.steps * step.batch_size) if step.steps else 0)
     saves_memory = from_options(lambda step: "distill_optimizer=adafactor" if step.optimizer == "adam" else "")
-
-    @property
-    def _in_one_round(self) -> bool:
-        """Whether the schedule is one round, so that the only state that is saved is the one at the end."""
-        return 0 < self.steps <= ROUND
+    # whether the schedule is one round, so that the only state that is saved is the one at the end
+    _in_one_round = from_options(lambda step: 0 < step.steps <= ROUND)
 
     def uses_importance(self) -> bool:
         return False
