@@ -30,7 +30,6 @@ from permtriton.running.placement import DevicePlacement, ModelPlacement
 from permtriton.running.resume import StateFile
 from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.permutation import compose, identity
-from permtriton.util.progress import Progress
 from permtriton.util.store import Store
 
 
@@ -52,6 +51,10 @@ class Run(Planned):
     row_weights: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
+        self.progress = self.workspace.progress
+        self.low_memory = bool(
+            self.memory.saving
+        )  # whether steps must save memory: what they could keep does not fit
         self.indices = self.identity_indices()  # space name -> unit index from the dense order, int64 ``[units]``
         # Pruned linear -> importance that its mask retains in the present order.
         self.retained_importance: dict[str, float] = {}
@@ -68,17 +71,8 @@ class Run(Planned):
     # -- what steps work with ------------------------------------------------------------------------------------------
 
     @property
-    def progress(self) -> Progress:
-        return self.workspace.progress
-
-    @property
     def store(self) -> Store:
         return self.placement.store
-
-    @property
-    def low_memory(self) -> bool:
-        """Whether steps must save memory, because what they could keep does not fit."""
-        return bool(self.memory.saving)
 
     def state(self, step: str) -> StateFile:
         return self.workspace.state(step, self.model)
