@@ -42,7 +42,7 @@ TRIALS = 5  # sets of swaps that a round tries at most
 LEAST_DAMPING = 1e-2
 LEAST_GAIN = 1e-3  # share of the loss; the search ends after two rounds in a row that lower the loss by less
 
-# Positions (whole groups), and all positions whose swaps with them are evaluated together with each other.
+# Left and right positions, in whole groups: the swaps of every left one with every right one are evaluated together.
 Panel = tuple[Tensor, Tensor]
 # Left and right positions of swaps, int64 ``[swaps]``, and how much the loss should fall by each of them, float32.
 Swaps = tuple[Tensor, Tensor, Tensor]
