@@ -52,9 +52,7 @@ class Run(Planned):
 
     def __post_init__(self) -> None:
         self.progress = self.workspace.progress
-        self.low_memory = bool(
-            self.memory.saving
-        )  # whether steps must save memory: what they could keep does not fit
+        self.low_memory = bool(self.memory.saving)  # whether steps must save memory: what they could keep does not fit
         self.indices = self.identity_indices()  # space name -> unit index from the dense order, int64 ``[units]``
         # Pruned linear -> importance that its mask retains in the present order.
         self.retained_importance: dict[str, float] = {}
