@@ -76,11 +76,11 @@ def measure(layers: int) -> dict[str, Any]:
         seconds[stage] = round(time.perf_counter() - started, 3)
         return result
 
-    traced = timed("trace", lambda: trace(model))
-    provenance = timed("provenance", lambda: propagate(traced.graph_module, traced.outputs, traced.hidden_position))
-    plan = timed("sites", lambda: find_sites(provenance, model, traced.hidden_node, CommonConfig()))
+    graph_module, outputs = timed("trace", lambda: trace(model))
+    provenance = timed("provenance", lambda: propagate(graph_module, outputs))
+    plan = timed("sites", lambda: find_sites(provenance, model, CommonConfig()))
     # The structure is verified after each pass.
-    timed("passes", lambda: run_with_stand_ins(plan, traced.graph_module))
+    timed("passes", lambda: run_with_stand_ins(plan, graph_module))
     peak = peak_memory(cpu) - imported
     return {
         "layers": layers,

@@ -37,11 +37,11 @@ def apply_edits(model: nn.Module, edits: Iterable[Edit]) -> None:
 
 
 def _permute_norm(model: nn.Module, edit: PermuteNorm) -> None:
-    module = model.get_submodule(edit.module)
+    module = model.get_submodule(edit.norm.module)
     if isinstance(module, PermutedRMSNorm | PermutedLayerNorm):
         module.compose(edit.index)
     else:
-        replace_module(model, edit.module, from_norm(module, edit.variant, edit.index))
+        replace_module(model, edit.norm.module, from_norm(module, edit.norm.variant, edit.index))
 
 
 def _gather_input(model: nn.Module, name: str, index: Tensor) -> None:

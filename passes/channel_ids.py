@@ -1,7 +1,5 @@
 """Tensors of channel ids: where ids repeat, and hashes of the values that channels are combined with."""
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,12 +21,17 @@ def both_unexpanded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def differs(ids: Tensor) -> list[bool]:
-    """Returns for each dimension whether ids may differ along it; they cannot if it has size 1 or is expanded."""
-    return [size > 1 and stride != 0 for size, stride in zip(ids.shape, ids.stride(), strict=True)]
+def differs(ids: Tensor, dim: int) -> bool:
+    """Whether ids may differ along a dimension; they cannot if it has size 1 or is expanded."""
+    return ids.shape[dim] > 1 and ids.stride(dim) != 0
 
 
-def of_several_axes(ids: Tensor, dim: int, starts: Iterable[int]) -> bool:
+def differing_dims(ids: Tensor) -> set[int]:
+    """Returns the dimensions along which ids may differ, counted from the last, -1, as in broadcasting."""
+    return {dim for dim in range(-ids.ndim, 0) if differs(ids, dim)}
+
+
+def of_several_axes(ids: Tensor, dim: int, starts: np.ndarray) -> bool:
     """Whether positions along a dimension differ only because they hold the channels of different parameters.
 
     Args:
@@ -37,7 +40,7 @@ def of_several_axes(ids: Tensor, dim: int, starts: Iterable[int]) -> bool:
         starts: First id of every axis, in order.
     """
     rows = unexpanded(ids, keep=dim % ids.ndim).movedim(dim, 0).flatten(1)
-    owners = torch.from_numpy(np.searchsorted(list(starts), rows.numpy(), side="right"))
+    owners = torch.from_numpy(np.searchsorted(starts, rows.numpy(), side="right"))
     if not bool((owners == owners[:, :1]).all()):
         return False
     return rows.unique(dim=0).shape[0] == owners[:, 0].unique().numel()

@@ -8,26 +8,22 @@ arguments of the operator by name, and returns the ids of the result. In place o
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
-from permtriton.passes.channel_ids import differs
+from permtriton.passes.channel_ids import differing_dims, differs
 from permtriton.passes.channels import Channels
 from permtriton.passes.combining import Arguments, Rule, combine, contracted, joined, mapped, parts_of
+from permtriton.passes.graph import SAME, aten
 from permtriton.passes.graph_values import Crossed, ParameterValue, leaves
 from permtriton.passes.product_rules import NORMS, PRODUCTS
 from permtriton.passes.row_rules import index_add, index_put, joined_weights, known_size, summed_parts, taken_rows
 
-aten = torch.ops.aten
-
-# The result is the first argument, unchanged or cast.
-SAME = {
-    aten.alias, aten.clone, aten.contiguous, aten.detach, aten.detach_, aten.dropout, aten.lift_fresh_copy, aten.to,
-    aten.type_as, aten._to_copy,
-}  # fmt: skip
 # The same values in another shape or order: the operator itself runs on the ids.
 LAYOUT = {
     aten.broadcast_to, aten.expand, aten.expand_as, aten.flatten, aten.mT, aten.movedim,
@@ -111,69 +107,66 @@ def _cat(c: Channels, args: Arguments) -> Any:
     ):
         return joined_weights(c, tensors, dim)
     part_counts = {len(x.parts) for x in tensors if isinstance(x, Crossed)}
-    operands = tensors if len(part_counts) == 1 else [c.ids_of(x) for x in tensors]
     count = part_counts.pop() if len(part_counts) == 1 else 1
-    split = [parts_of(c, x) for x in operands]
-    split = [parts if len(parts) == count else _repeated(c, parts[0], count) for parts in split]
     results = []
-    for parts in zip(*split, strict=True):
+    for parts in zip(*(_as_parts(c, x, count) for x in tensors), strict=True):
         channel_parts = [part for part in parts if part.numel() and c.all_channels(part)]
-        if len(channel_parts) < len(parts) and channel_parts and not any(differs(part)[dim] for part in channel_parts):
+        if 0 < len(channel_parts) < len(parts) and not any(differs(part, dim) for part in channel_parts):
             channel = channel_parts[0].narrow(dim, 0, 1)
-            parts = tuple(
-                channel.expand(part.shape)
-                if part.numel() and not any(differs(part)) and not c.any_channel(part)
-                else part
-                for part in parts
-            )
+            constant = [part.numel() and not differing_dims(part) and not c.any_channel(part) for part in parts]
+            parts = tuple(channel.expand(p.shape) if same else p for p, same in zip(parts, constant, strict=True))
             c.touch(channel)
         results.append(c.compact_repeats(torch.cat(parts, dim)))
     return joined(results)
 
 
-def _repeated(c: Channels, ids: Tensor, count: int) -> list[Tensor]:
-    """Returns ids as ``count`` parts of `Crossed` ids; only the first part has channels."""
+def _as_parts(c: Channels, value: Any, count: int) -> Sequence[Tensor]:
+    """Returns an operand as ``count`` tensors of ids; if it is not `Crossed`, only the first of them has channels."""
+    if isinstance(value, Crossed) and len(value.parts) == count:
+        return value.parts
+    ids = c.ids_of(value)
     return [ids, *[c.new_ids(ids.shape) if c.any_channel(ids) else ids] * (count - 1)]
 
 
-def _along(c: Channels, args: Arguments, take: Any = None) -> Any:
-    """Adds the operator, and the tokens at which it takes each channel, to the contexts of the channels taken.
-
-    Args:
-        take: Operator that is applied to the arguments; None for the operator of the node.
-    """
-    x, take = args["self"], take or c.node.target
-    packet = take.overloadpacket
-    moved = x.moved(take, args) if packet is aten.slice and isinstance(x, ParameterValue) else None
-    if moved is not None:
+def _along(c: Channels, args: Arguments) -> Any:
+    x, take = args["self"], c.node.target
+    if isinstance(x, ParameterValue) and take is aten.slice.Tensor and (moved := x.moved(take, args)) is not None:
         return moved
-    if isinstance(x, Crossed):
-        results = [_along(c, {**args, "self": part}, take) for part in x.parts]
-        return joined(results) if isinstance(results[0], Tensor) else [joined(r) for r in zip(*results, strict=True)]
-    args = fx.node.map_aggregate(args, c.ids_of)
+    taken = [_taken(c, take, {**args, "self": part}) for part in parts_of(c, x)]
+    results = [joined(parts) for parts in zip(*taken, strict=True)]
+    return results[0] if isinstance(c.node.meta["val"], Tensor) else results
+
+
+def _taken(c: Channels, take: Any, args: Arguments) -> list[Tensor]:
+    """Returns the results of an operator of `ALONG` on ids.
+
+    Adds the operator, and the tokens at which it takes each channel, to the contexts of the channels taken.
+    """
+
+    def results_on(ids: Tensor) -> list[Tensor]:
+        result = take(**{**args, "self": ids})
+        return [result] if isinstance(result, Tensor) else list(result)
+
     x = args["self"]
-    result = take(**args)
-    parts = _as_list(result)
-    if len(parts) == 1 and parts[0].shape == x.shape and packet not in _REORDERING:
-        return result
+    results = results_on(x)
+    if len(results) == 1 and results[0].shape == x.shape and take.overloadpacket not in _REORDERING:
+        return results
     dims = args["dims"] if "dims" in args else [args["dim"]]
     if not dims:
-        return c.barrier(f"{take} across dimensions")
+        return [c.barrier(f"{take} across dimensions")]
     for dim in dims:
-        tokens = c.occurrences(x, dim)
-        if tokens is not None:
-            for part, positions in zip(parts, _as_list(take(**{**args, "self": tokens})), strict=True):
-                c.add_opaque_context(part, positions, f"{take} takes different tokens of some of them")
-    for part in parts:
-        c.touch(part)
-    return c.compact_repeats(result) if isinstance(result, Tensor) else [c.compact_repeats(part) for part in parts]
+        if (tokens := c.occurrences(x, dim)) is not None:
+            for ids, positions in zip(results, results_on(tokens), strict=True):
+                c.add_opaque_context(ids, positions, f"{take} takes different tokens of some of them")
+    c.touch(results)
+    return [*map(c.compact_repeats, results)]
 
 
 def _scatter(c: Channels, args: Arguments, take: Any) -> Any:
     """Writes ``src`` where the operator ``take`` reads ``self``."""
     x, source = c.ids_of(args["self"]), c.ids_of(args["src"])
     places = {name: value for name, value in args.items() if name not in ("self", "src")}
-    _along(c, {"self": x, **places}, take)  # for the contexts: which of each channel's values are overwritten
+    _taken(c, take, {"self": x, **places})  # for the contexts: which of each channel's values are overwritten
     c.touch(source)
     write: Any = c.node.target
     return c.compact_repeats(write(self=x, src=source, **places))
@@ -187,28 +180,24 @@ def _pad(c: Channels, args: Arguments) -> Any:
     """Pads: where channels repeat along a dimension, padding is more values of each; elsewhere it is no channel."""
     ids, pad, mode = c.ids_of(args["self"]), args["pad"], args.get("mode", "constant")
     c.touch(ids)
-    constant = c.new_ids(())
+    constant = int(c.new_ids(()))
     for pair in range(len(pad) // 2):
         dim = ids.ndim - 1 - pair
         left, right = pad[2 * pair : 2 * pair + 2]
         if left == right == 0:
             continue
-        if not differs(ids)[dim] and c.all_channels(ids):
-            shape = list(ids.shape)
-            shape[dim] += left + right
-            ids = ids.narrow(dim, 0, 1).expand(shape)
+        if not differs(ids, dim) and c.all_channels(ids):
+            ids = ids.narrow(dim, 0, 1).expand(*ids.shape[:dim], ids.shape[dim] + left + right, *ids.shape[dim + 1 :])
         elif mode != "constant":
             return c.barrier(f"{c.node.target} by {mode} among channels")
         else:
             bounds = {"self": ids, "dim": dim, "start": max(-left, 0), "end": ids.shape[dim] - max(-right, 0)}
-            cut = _along(c, bounds, aten.slice.Tensor)
-            ends = [constant.expand(*cut.shape[:dim], max(n, 0), *cut.shape[dim + 1 :]) for n in (left, right)]
-            ids = torch.cat([ends[0], cut, ends[1]], dim)
+            (cut,) = _taken(c, aten.slice.Tensor, bounds)
+            ids = functional.pad(cut, [0, 0] * pair + [max(left, 0), max(right, 0)], value=constant)
     return ids
 
 
 _REORDERING = {aten.flip, aten.roll, aten.index_select}
-_COPIES = {aten.clone, aten.lift_fresh_copy, aten.to, aten._to_copy}
 
 
 def _index(c: Channels, args: Arguments) -> Any:
@@ -218,15 +207,16 @@ def _index(c: Channels, args: Arguments) -> Any:
     if table and indices[0].meta["val"].dtype == torch.int64:  # such as Whisper's position embedding
         return PRODUCTS[aten.embedding](c, {"weight": args["self"], "indices": args["indices"][0]})
     x = c.ids_of(args["self"])
-    dims = [dim for dim, index in enumerate(indices) if index is not None]
-    index = _constant_value(indices[dims[0]]) if len(dims) == 1 else None
-    if index is None and len(dims) == 1 and not c.any_channel(c.ids_of(args["indices"][dims[0]])):
-        rows = taken_rows(c, x, dims[0], indices[dims[0]], c.node.meta["val"].shape)
+    dim, *others = [dim for dim, index in enumerate(indices) if index is not None]
+    index = None if others else _constant_value(indices[dim])
+    if index is not None and index.ndim == 1 and index.dtype == torch.int64:
+        bounds = {"self": x, "dim": dim, "index": index % x.shape[dim]}
+        return _taken(c, aten.index_select.default, bounds)[0]
+    if index is None and not others and not c.any_channel(c.ids_of(args["indices"][dim])):
+        rows = taken_rows(c, x, dim, indices[dim], c.node.meta["val"].shape)
         if rows is not None:
             return rows
-    if index is None or index.ndim != 1 or index.dtype != torch.int64:
-        return c.barrier(f"{c.node.target} by an index without known values")
-    return _along(c, {"self": x, "dim": dims[0], "index": index % x.shape[dims[0]]}, aten.index_select.default)
+    return c.barrier(f"{c.node.target} by an index without known values")
 
 
 def _constant_value(node: fx.Node) -> Tensor | None:
@@ -234,16 +224,12 @@ def _constant_value(node: fx.Node) -> Tensor | None:
 
     Returns None if it is neither, if the constant or a copy has several readers, or if the constant is a meta tensor.
     """
-    while len(node.users) == 1 and getattr(node.target, "overloadpacket", None) in _COPIES:
+    while len(node.users) == 1 and getattr(node.target, "overloadpacket", None) in SAME:
         node = node.args[0]  # type: ignore[assignment]
     if node.op != "get_attr" or len(node.users) != 1 or "lifted_tensor" not in str(node.target):
         return None
     value: Tensor = operator.attrgetter(str(node.target))(node.graph.owning_module)
     return None if value.is_meta else value.cpu()
-
-
-def _as_list(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
 
 
 def _permute(c: Channels, args: Arguments) -> Any:
@@ -262,8 +248,7 @@ def _elementwise(c: Channels, args: Arguments) -> Any:
     operands = [value for value in leaves(args) if isinstance(value, (Tensor, Crossed, ParameterValue))]
     first = operands[0]
     if len(operands) == 1 and isinstance(first, ParameterValue) and math.prod(first.shape) > 1:
-        for axis in c.axes(first):
-            c.touch(axis)
+        c.touch(first)
         return replace(first, computed=True)
     return combine(c, operands)
 
@@ -277,7 +262,7 @@ def _prelu(c: Channels, args: Arguments) -> Any:
 
 def _glu(c: Channels, args: Arguments) -> Any:
     halves = {"self": c.ids_of(args["self"]), "chunks": 2, "dim": args["dim"]}
-    return combine(c, _along(c, halves, aten.chunk.default))
+    return combine(c, _taken(c, aten.chunk.default, halves))
 
 
 def _triangle(c: Channels, args: Arguments) -> Any:
@@ -288,20 +273,16 @@ def _triangle(c: Channels, args: Arguments) -> Any:
 def _reduction(c: Channels, args: Arguments) -> Any:
     ids, dims = joined(parts_of(c, args["self"])), args.get("dim")
     ndim = len(ids.shape)
-    if dims is None or dims == []:
-        dims = list(range(ndim))
-    elif isinstance(dims, int):
-        dims = [dims]
+    dims = [dims] if isinstance(dims, int) else dims or list(range(ndim))
     return contracted(c, summed_parts(c, ids, dims), dims, keep=c.node.meta["val"].ndim == ndim)
 
 
 def _cumulative(c: Channels, args: Arguments) -> Any:
     parts = parts_of(c, args["self"])
-    if any(differs(part)[args["dim"]] for part in parts):
+    if any(differs(part, args["dim"]) for part in parts):
         return c.barrier(f"{c.node.target} along channels")
-    for part in parts:
-        c.touch(part)
-    return joined([c.renew_ids(part) for part in parts])
+    c.touch(parts)
+    return joined([*map(c.renew_ids, parts)])
 
 
 def _extreme(c: Channels, args: Arguments) -> Any:
@@ -311,7 +292,7 @@ def _extreme(c: Channels, args: Arguments) -> Any:
     if "dim" not in args:
         return _reduction(c, args)
     ids = c.ids_of(args["self"])
-    if differs(ids)[args["dim"]]:
+    if differs(ids, args["dim"]):
         return _choice(c, args)
     c.touch(ids)
     result = c.reduce(ids, [args["dim"]], keep=c.node.meta["val"][0].ndim == ids.ndim)
@@ -322,13 +303,11 @@ def _softmax(c: Channels, args: Arguments) -> Any:
     parts = parts_of(c, args["self"])
     for part in parts:
         c.reduce(part, [args["dim"]], keep=True)
-    return joined([c.renew_ids(part) for part in parts])
+    return joined([*map(c.renew_ids, parts)])
 
 
 def _choice(c: Channels, args: Arguments) -> Any:
-    for leaf in leaves(args):
-        if isinstance(leaf, (Tensor, Crossed, ParameterValue)):
-            c.separate(c.ids_of(leaf), f"{c.node.target} selects among them by position")
+    c.separate(args, f"{c.node.target} selects among them by position")
     return c.unknown(c.node.meta["val"])
 
 
@@ -336,28 +315,19 @@ def _choice(c: Channels, args: Arguments) -> Any:
 SPECIAL: dict[Any, Rule] = {
     operator.getitem: lambda c, args: operator.getitem(*args.values()),
     aten._assert_tensor_metadata: lambda c, args: None,
-    aten.cat: _cat,
-    aten.concat: _cat,
-    aten.concatenate: _cat,
+    **dict.fromkeys([aten.cat, aten.concat, aten.concatenate], _cat),
     aten.copy: _copy,
-    aten.pad: _pad,
-    aten.constant_pad_nd: _pad,
+    **dict.fromkeys([aten.pad, aten.constant_pad_nd], _pad),
     aten.select_scatter: lambda c, args: _scatter(c, args, aten.select.int),
     aten.slice_scatter: lambda c, args: _scatter(c, args, aten.slice.Tensor),
     aten.glu: _glu,
-    aten.max: _extreme,
-    aten.min: _extreme,
+    **dict.fromkeys([aten.max, aten.min], _extreme),
     aten.prelu: _prelu,
-    aten.tril: _triangle,
-    aten.triu: _triangle,
+    **dict.fromkeys([aten.tril, aten.triu], _triangle),
     **PRODUCTS,
     **NORMS,
-    aten.log_softmax: _softmax,
-    aten.softmax: _softmax,
-    aten._log_softmax: _softmax,
-    aten._softmax: _softmax,
-    aten.topk: _choice,
-    aten.gather: _choice,
+    **dict.fromkeys([aten.log_softmax, aten.softmax, aten._log_softmax, aten._softmax], _softmax),
+    **dict.fromkeys([aten.topk, aten.gather], _choice),
     aten.index: _index,
     aten.index_add: index_add,
     aten.index_put: index_put,

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from permtriton.passes.channel_ids import (
     both_unexpanded,
+    differing_dims,
     differs,
     mix,
     numbered,
@@ -24,7 +25,7 @@ from permtriton.passes.channel_ids import (
     values_of,
 )
 from permtriton.passes.graph import index_value, is_index
-from permtriton.passes.graph_values import Crossed, LinearCall, ParameterValue, leaves
+from permtriton.passes.graph_values import Crossed, ParameterValue, Products, leaves
 
 AxisKey = tuple[str, int]  # a parameter and one of its dimensions
 
@@ -52,27 +53,27 @@ class Joint:
     places: np.ndarray
 
 
-class Channels:
+class Channels(fx.Interpreter):
     """All channels of a graph: their ids, their contexts so far, and which of them move together.
+
+    It is the interpreter that runs the graph on ids, because a rule may need the node that is running and its inputs.
 
     Args:
         contexts: Whether to record contexts; False records only joints, which is faster.
     """
 
     def __init__(self, graph_module: fx.GraphModule, *, contexts: bool = True) -> None:
+        super().__init__(graph_module)
         self.node: fx.Node = next(iter(graph_module.graph.nodes))  # the node that is running
-        self.arguments: Any = ()  # what the running node reads, with ids in place of tensors
-        self.linears: list[LinearCall] = []  # products with a weight that have run so far
-        self.embedding_columns: set[AxisKey] = set()
-        targets = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
-        self.sizes: dict[AxisKey, int] = {}  # of all parameters of the graph
-        for name in sorted(targets):
+        self.linears: dict[str, Products] = {}  # weight -> the products with it that have run so far
+        self.spans: dict[AxisKey, slice] = {}  # ids of every dimension of every parameter of the graph
+        self.total = 1  # one more than the largest id
+        for name in sorted({str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}):
             value = attrgetter(name)(graph_module)
-            if isinstance(value, nn.Parameter):
-                self.sizes.update({(name, dim): size for dim, size in enumerate(value.shape)})
-        starts = np.cumsum([1, *self.sizes.values()])
-        self.starts = {axis: int(start) for axis, start in zip(self.sizes, starts[:-1], strict=True)}  # first ids
-        self.total = int(starts[-1])  # one more than the largest id
+            for dim, size in enumerate(value.shape if isinstance(value, nn.Parameter) else ()):
+                self.spans[name, dim] = slice(self.total, self.total + size)
+                self.total += size
+        self.starts = np.array([span.start for span in self.spans.values()], np.int64)  # first ids, in order
         self._ids = torch.arange(self.total)  # id 0 belongs to no channel
         self.used_axes: dict[AxisKey, None] = {}  # axes that the graph has used so far, in order of first use
         self._contexts = contexts
@@ -96,10 +97,9 @@ class Channels:
             dim: Dimension of the parameter whose channels are returned; None for its last one of size above 1.
         """
         if isinstance(value, Crossed):
-            differing = next((part for part in value.parts if differs(part)[-1]), value.parts[0])
-            for part in value.parts:
-                if part is not differing:
-                    self.separate(part, f"{self.node.target} has a rule for the other factor of a product only")
+            differing = next((part for part in value.parts if differs(part, -1)), value.parts[0])
+            others = [part for part in value.parts if part is not differing]
+            self.separate(others, f"{self.node.target} has a rule for the other factor of a product only")
             return differing
         if not isinstance(value, ParameterValue):
             return value
@@ -107,23 +107,32 @@ class Channels:
             return torch.full(value.shape, self._scalars.setdefault(value.name, int(self.new_ids(()))))
         stored_dims = [d for d, stored_dim in enumerate(value.dims) if stored_dim is not None]
         dim = max((d for d in stored_dims if value.shape[d] > 1), default=stored_dims[-1]) if dim is None else dim
-        for other_dim in stored_dims:
-            if other_dim != dim:
-                self.separate(self.axis(value, other_dim), "their parameter is also used as data")
+        self.separate([self.axis(value, d) for d in stored_dims if d != dim], "their parameter is also used as data")
         return self.axis(value, dim).view([-1 if d == dim else 1 for d in range(len(value.shape))]).expand(value.shape)
 
     def axis(self, value: ParameterValue, dim: int) -> Tensor:
         """Returns the channels of a parameter's current dimension ``dim``, in their current order, ``[size]``."""
         stored_dim, order = value.dims[dim], value.orders[dim]
         assert stored_dim is not None, f"{value.name} has no dimension at position {dim}"
-        key = (value.name, stored_dim)
-        self.used_axes[key] = None
-        ids = self._ids[self.starts[key] : self.starts[key] + self.sizes[key]]
+        self.used_axes[value.name, stored_dim] = None
+        ids = self._ids[self.spans[value.name, stored_dim]]
         return ids if order is None else ids[order]
 
     def axes(self, value: ParameterValue) -> list[Tensor]:
         """Returns the channels of every stored dimension of a parameter."""
         return [self.axis(value, dim) for dim, stored in enumerate(value.dims) if stored is not None]
+
+    def all_ids(self, arguments: Any) -> list[Tensor]:
+        """Returns all ids that arguments of an operator hold, those of every dimension of a parameter, too."""
+        ids: list[Tensor] = []
+        for value in leaves(arguments):
+            if isinstance(value, ParameterValue):
+                ids += self.axes(value)
+            elif isinstance(value, Crossed):
+                ids += value.parts
+            elif isinstance(value, Tensor):
+                ids.append(value)
+        return ids
 
     def index_argument(self, position: int) -> Tensor | None:
         """Returns the index, int64 ``[C]``, that a pass has put at a position of the node's arguments, or None."""
@@ -236,9 +245,9 @@ class Channels:
 
     def _stands_for_more(self, ids: Tensor, others: Tensor) -> bool:
         """Whether ``ids`` repeat where ``others`` are of several parameters, along dimensions other than the last."""
-        dims = [dim for dim, (a, b) in enumerate(zip(differs(ids), differs(others), strict=True)) if a != b]
-        along_tokens = all(dim < ids.ndim - 1 and differs(others)[dim] for dim in dims)
-        return bool(dims) and along_tokens and all(of_several_axes(others, dim, self.starts.values()) for dim in dims)
+        dims, other_dims = differing_dims(ids), differing_dims(others)
+        more = other_dims - dims
+        return dims < other_dims and all(dim != -1 and of_several_axes(others, dim, self.starts) for dim in more)
 
     def reduce(self, ids: Tensor, dims: Sequence[int], *, keep: bool) -> Tensor:
         """Returns the ids of a reduction over ``dims`` that does not depend on the order along them.
@@ -255,14 +264,13 @@ class Channels:
                 rows = rows.narrow(d, 0, 1)
         group_ids = self.new_ids(shape)
         reason = f"{self.node.target} reduces the channels in separate groups"
-        if self._in_range(ids) and self._distinct(unexpanded(ids)):
-            row = rows
+        if self._distinct(unexpanded(ids)):
+            out = rows
             for _ in dims:
-                row = row.select(-1, 0)
-            is_trivial = row.numel() == rows.numel()
-            if not is_trivial:
+                out = out.select(-1, 0)
+            if out.numel() < rows.numel():
                 self._add_context(rows, group_ids.view(*shape, *[1] * len(dims)).expand(rows.shape), reason)
-            out = row if is_trivial else group_ids
+                out = group_ids
         else:
             rows = rows.reshape(*shape, -1)
             is_uniform = (rows == rows[..., :1]).all(-1)
@@ -274,9 +282,10 @@ class Channels:
                 out = out.unsqueeze(d)
         return out
 
-    def touch(self, ids: Tensor) -> None:
+    def touch(self, arguments: Any) -> None:
         """Adds the current operator to the contexts of channels, to distinguish them from those it does not act on."""
-        self.add_opaque_context(ids, self.new_ids(()), f"{self.node.target} acts on some of the channels only")
+        for ids in self.all_ids(arguments) if self._contexts else ():
+            self.add_opaque_context(ids, self.new_ids(()), f"{self.node.target} acts on some of the channels only")
 
     def add_opaque_context(self, ids: Tensor, other: Tensor, reason: str) -> None:
         """Adds the ids in ``other`` that are no channels to the contexts of the channels at their positions."""
@@ -313,8 +322,7 @@ class Channels:
         # Along expanded dimensions, every channel is combined with the same values, which are hashed once.
         expanded_dims = [d for d in range(ids.ndim) if ids.stride(d) == 0]
         other_dims = [d for d in range(ids.ndim) if d not in expanded_dims]
-        if expanded_dims:
-            ids = unexpanded(ids).permute(other_dims + expanded_dims).flatten(len(other_dims)).squeeze(-1)
+        ids = ids[tuple(0 if d in expanded_dims else slice(None) for d in range(ids.ndim))]
         values = unexpanded(values).permute(expanded_dims + other_dims)
         table = values.reshape(-1, *values.shape[len(expanded_dims) :]).numpy()
         position = np.arange(len(table), dtype=np.uint64).reshape(-1, *[1] * len(other_dims))
@@ -331,16 +339,15 @@ class Channels:
         unique, starts = np.unique(flat[order], return_index=True)
         self.context_changes.append(ContextChange(unique, np.add.reduceat(hashes[order], starts), reason))
 
-    def separate(self, ids: Tensor, reason: str) -> None:
-        """Gives every channel a context of its own, so that none may change places with another."""
-        if not self._contexts or not ids.numel():
-            return
-        view = unexpanded(ids)
-        unique = view.reshape(-1).numpy()
-        if not self._distinct(view):
-            unique = np.unique(unique[unique > 0])
-        contexts = mix(self.new_ids(unique.shape).numpy().view(np.uint64))
-        self.context_changes.append(ContextChange(unique, contexts, reason))
+    def separate(self, arguments: Any, reason: str) -> None:
+        """Gives every channel in arguments a context of its own, so that none may change places with another."""
+        for view in map(unexpanded, self.all_ids(arguments)) if self._contexts else ():
+            unique = view.reshape(-1).numpy()
+            if not self._distinct(view):
+                unique = np.unique(unique[unique > 0])
+            if unique.size:
+                contexts = mix(self.new_ids(unique.shape).numpy().view(np.uint64))
+                self.context_changes.append(ContextChange(unique, contexts, reason))
 
     def barrier(self, operator: str) -> Any:
         """Returns new ids for the node's result; the channels that it reads keep their order.
@@ -348,24 +355,19 @@ class Channels:
         Args:
             operator: The node's operator, in the words of the reason.
         """
-        ids: list[Tensor] = []
-        for value in leaves(self.arguments):
-            if isinstance(value, ParameterValue):
-                ids += self.axes(value)
-            elif isinstance(value, Crossed):
-                ids += value.parts
-            elif isinstance(value, Tensor):
-                ids.append(value)
-        if any(self.any_channel(i) for i in ids):
+        arguments = [self.env[source] for source in self.node.all_input_nodes]
+        if any(map(self.any_channel, self.all_ids(arguments))):
             reason = f"{operator} has no channel rule"
             self.barriers[f"{reason} (node {self.node.name})"] = None
-            self.separate(torch.cat([i.reshape(-1) for i in ids]), reason)
+            self.separate(arguments, reason)
         return self.unknown(self.node.meta.get("val"))
 
     def unknown(self, value: Any) -> Any:
         """Returns new ids in place of every tensor; a size that depends on data counts as 1."""
-        if isinstance(value, (tuple, list)):
-            return [self.unknown(item) for item in value]
-        if not isinstance(value, Tensor):
-            return value
-        return self.new_ids(tuple(size if isinstance(size, int) else 1 for size in value.shape))
+
+        def new(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return self.new_ids([size if isinstance(size, int) else 1 for size in leaf.shape])
+
+        return fx.node.map_aggregate(value, new)

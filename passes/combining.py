@@ -5,13 +5,13 @@ multiplied with every row of the other; the rows of either factor may then move 
 multiplied with the same values. The result belongs to channels of both factors (`Crossed`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from permtriton.passes.channel_ids import differs, unexpanded
+from permtriton.passes.channel_ids import differing_dims, unexpanded
 from permtriton.passes.channels import Channels
 from permtriton.passes.graph_values import Crossed, ParameterValue
 
@@ -34,6 +34,15 @@ def mapped(c: Channels, value: Any, function: Callable[[Tensor], Tensor]) -> Any
     return joined([function(part) for part in parts_of(c, value)])
 
 
+def arranged(c: Channels, value: Any, dims: Sequence[int | None]) -> Any:
+    """Returns an operand with its present dimensions in the order of ``dims``; None adds a dimension of size 1."""
+    if isinstance(value, ParameterValue):
+        return value.with_dims(dims)
+    present = [dim for dim in dims if dim is not None]
+    added = tuple(None if dim is None else slice(None) for dim in dims)
+    return mapped(c, value, lambda ids: ids.permute(present)[added])
+
+
 def combine(c: Channels, operands: Sequence[Any]) -> Any:
     """Returns the ids of an elementwise function of several operands, which are broadcast."""
     inputs = [part for operand in operands if not isinstance(operand, ParameterValue) for part in parts_of(c, operand)]
@@ -41,19 +50,17 @@ def combine(c: Channels, operands: Sequence[Any]) -> Any:
     parameters = [isinstance(operand, ParameterValue) for operand in operands]
     shape = torch.broadcast_shapes(*(parts[0].shape for parts in ids))
     if not any(c.any_channel(part) for parts in ids for part in parts):
-        return _opaque(c, shape, inputs)
-    result = [part.expand(shape) for part in ids[0]]
-    varies = _varies(ids[0], shape)
-    for part in result:
-        c.touch(part)
-    for number in range(1, len(ids)):
-        others, others_vary = [part.expand(shape) for part in ids[number]], _varies(ids[number], shape)
-        _keep_order(c, result, others, others_vary)
-        _keep_order(c, others, result, varies)
-        varies = [any(pair) for pair in zip(varies, others_vary, strict=True)]
-        for part in ids[number]:
+        return _new_ids(c, shape, set().union(*map(differing_dims, inputs)))
+    result, varying = [part.expand(shape) for part in ids[0]], _varying_dims(ids[0][0])
+    c.touch(result)
+    for parts, is_parameter in zip(ids[1:], parameters[1:], strict=True):
+        others, others_varying = [part.expand(shape) for part in parts], _varying_dims(parts[0])
+        _keep_order(c, result, others, others_varying)
+        _keep_order(c, others, result, varying)
+        varying |= others_varying
+        for part in others:
             c.touch(part)
-            result = _met(c, result, part.expand(shape), parameters[0] or parameters[number])
+            result = _met(c, result, part, parameters[0] or is_parameter)
     return joined([c.renew_ids(part) for part in result if c.any_channel(part)])
 
 
@@ -63,21 +70,21 @@ def contracted(c: Channels, value: Any, dims: Sequence[int], *, keep: bool) -> A
     return joined([part for part in parts if c.any_channel(part)] or parts[:1])
 
 
-def _opaque(c: Channels, shape: Sequence[int], operands: Sequence[Tensor]) -> Tensor:
-    """Returns new ids, none of them channels, that are equal along the dimensions in which no operand differs."""
-    different = [any(part.ndim + dim >= 0 and differs(part)[dim] for part in operands) for dim in range(-len(shape), 0)]
-    return c.new_ids(tuple(size if differ else 1 for size, differ in zip(shape, different, strict=True))).expand(shape)
+def _new_ids(c: Channels, shape: Sequence[int], differing: Collection[int]) -> Tensor:
+    """Returns new ids, none of them channels, that differ along some dimensions of a shape, counted from the last."""
+    dims = range(-len(shape), 0)
+    return c.new_ids([size if dim in differing else 1 for dim, size in zip(dims, shape, strict=True)]).expand(shape)
 
 
-def _varies(parts: Sequence[Tensor], shape: Sequence[int]) -> list[bool]:
-    """Returns for each dimension of ``shape`` whether an operand's values may differ along it, even if its ids do not.
+def _varying_dims(ids: Tensor) -> set[int]:
+    """Returns the dimensions along which an operand's values may differ, even if its ids do not.
 
     They cannot differ along a dimension in which the operator broadcasts the operand.
     """
-    return [False] * (len(shape) - parts[0].ndim) + [size > 1 for size in parts[0].shape]
+    return {dim for dim in range(-ids.ndim, 0) if ids.shape[dim] > 1}
 
 
-def _keep_order(c: Channels, parts: Sequence[Tensor], others: Sequence[Tensor], others_vary: Sequence[bool]) -> None:
+def _keep_order(c: Channels, parts: Sequence[Tensor], others: Sequence[Tensor], others_varying: set[int]) -> None:
     """Keeps channels at their positions along dimensions in which the values of ``others`` do not move with them.
 
     Such values have the ids of channels of another dimension: ``x[:, None] * table`` has the ids of ``x``, but varies
@@ -85,23 +92,19 @@ def _keep_order(c: Channels, parts: Sequence[Tensor], others: Sequence[Tensor], 
     """
     if not any(c.any_channel(other) for other in others):
         return  # `_met` then adds each value of ``others`` to a context
-    moving = [any(differing) for differing in zip(*(_channels_differ(c, other) for other in others), strict=True)]
-    for part in parts:
-        if not c.any_channel(part):
-            continue
-        meetings = zip(_channels_differ(c, part), others_vary, moving, strict=True)
-        fixed = [differ and vary and not moves for differ, vary, moves in meetings]
-        if any(fixed):
-            places = c.new_ids(tuple(size if fix else 1 for size, fix in zip(part.shape, fixed, strict=True)))
-            c.add_opaque_context(part, places, f"{c.node.target} combines each with values that do not move with it")
+    fixed = others_varying.difference(*(_channel_dims(c, other) for other in others))
+    for part in parts if fixed else ():
+        if places := fixed & _channel_dims(c, part):
+            reason = f"{c.node.target} combines each with values that do not move with it"
+            c.add_opaque_context(part, _new_ids(c, part.shape, places), reason)
 
 
-def _channels_differ(c: Channels, ids: Tensor) -> list[bool]:
-    """Returns for each dimension whether channels differ along it; ids that are no channels count as one channel."""
+def _channel_dims(c: Channels, ids: Tensor) -> set[int]:
+    """Returns the dimensions along which channels differ; ids that are no channels count as one channel."""
     if c.all_channels(ids):
-        return differs(ids)
+        return differing_dims(ids)
     channels = unexpanded(ids).clamp_min(0)
-    return [bool((channels != channels.narrow(dim, 0, 1)).any()) for dim in range(ids.ndim)]
+    return {dim for dim in range(-ids.ndim, 0) if bool((channels != channels.narrow(dim, 0, 1)).any())}
 
 
 def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> list[Tensor]:
@@ -113,10 +116,10 @@ def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> li
         if not c.any_channel(part):
             other = c.join(other, part)
             continue
-        first, second = differs(part), differs(other)
+        first, second = differing_dims(part), differing_dims(other)
         finer, coarser = _each_a_run(part, second), _each_a_run(other, first)
         # like the factors of an outer product, both differ, but along no dimension in common
-        is_outer = any(first) and any(second) and not any(x and y for x, y in zip(first, second, strict=True))
+        is_outer = bool(first and second) and first.isdisjoint(second)
         if is_outer or (finer and coarser):
             c.cross(part, other)
             remaining.append(part)
@@ -129,18 +132,19 @@ def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> li
     return [*remaining, other]
 
 
-def _each_a_run(ids: Tensor, others: Sequence[bool]) -> bool:
+def _each_a_run(ids: Tensor, others: set[int]) -> bool:
     """Whether neighbouring channels of ``ids`` are combined with one channel of another tensor.
 
-    Examples are the channels of a head, combined with one value per head. ``others`` is `differs` of the other tensor.
+    Examples are the channels of a head, combined with one value per head.
+
+    Args:
+        others: `differing_dims` of the other tensor.
     """
-    return any(others) and any(_is_run(ids, dim) for dim, differ in enumerate(others) if not differ)
+    return bool(others) and any(_is_run(ids, dim) for dim in differing_dims(ids) - others)
 
 
 def _is_run(ids: Tensor, dim: int) -> bool:
     """Whether a dimension holds neighbouring channels, in any order: a permutation must not change the answer."""
-    if not differs(ids)[dim]:
-        return False
     line = ids.movedim(dim, -1)[(0,) * (ids.ndim - 1)]
     return bool(line.min() > 0) and int(line.sort().values.diff().min()) == 1
 
@@ -149,12 +153,7 @@ def _carrying(c: Channels, parameter: Any, others: Sequence[Tensor]) -> int | No
     """Returns the only dimension of a parameter along which the channels of the other operands differ, or None."""
     if not isinstance(parameter, ParameterValue):
         return None
-    ndim = len(parameter.shape)
-    dims = [
-        dim
-        for dim, stored in enumerate(parameter.dims)
-        if stored is not None
-        and parameter.shape[dim] > 1
-        and any(ids.ndim >= ndim - dim and differs(ids)[dim - ndim] and c.any_channel(ids) for ids in others)
-    ]
-    return dims[0] if len(dims) == 1 else None
+    ndim, differing = len(parameter.shape), set().union(*(differing_dims(ids) for ids in others if c.any_channel(ids)))
+    stored = [dim for dim in range(ndim) if parameter.dims[dim] is not None and parameter.shape[dim] > 1]
+    carrying = [dim for dim in stored if dim - ndim in differing]
+    return carrying[0] if len(carrying) == 1 else None

@@ -11,8 +11,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from permtriton.kernels.norm_permute import NormVariant
-from permtriton.passes.plan import ChannelSpace, Destination, Plan, Site
+from permtriton.passes.plan import ChannelSpace, Destination, Norm, Plan, Site
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +27,7 @@ class Fold:
 class PermuteNorm:
     """Makes a norm write its output in a new order."""
 
-    module: str  # name of the norm module
-    variant: NormVariant  # norm that the module computes
+    norm: Norm
     index: Tensor  # int64 ``[channels]``, applied to the norm's present output
 
 
@@ -106,5 +104,5 @@ def _move(space: ChannelSpace, sites: list[Site], index: Tensor) -> Move:
         fold = Fold(axis.parameter, axis.dim, axis.expand(index))
         (columns if axis.is_input and axis.parameter in pruned else upstream).append(fold)
     gathers = tuple(Gather(s.name, s.linears, s.expand(index)) for s in sites)
-    norm = PermuteNorm(space.norm.module, space.norm.variant, sites[0].expand(index)) if space.norm else None
+    norm = PermuteNorm(space.norm, sites[0].expand(index)) if space.norm else None
     return Move(space.name, space.placement, tuple(columns), gathers, tuple(upstream), norm)

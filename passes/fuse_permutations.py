@@ -46,9 +46,9 @@ def fuse_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) ->
     return graph_module
 
 
-def _into_norm(parameters: Mapping[str, fx.Node], constants: Constants, norm: PermuteNorm, source: fx.Node) -> None:
+def _into_norm(parameters: Mapping[str, fx.Node], constants: Constants, edit: PermuteNorm, source: fx.Node) -> None:
     """Makes the norm whose output is ``source`` write its channels in a new order."""
-    order = constants.index(norm.index)
+    order, norm = constants.index(edit.index), edit.norm
     if source.target is NORM_PERMUTE:
         wrap(source, PERMUTE, (order,))
         return

@@ -32,7 +32,11 @@ WEIGHT_PRODUCTS: dict[Any, int] = {
     SPARSE_LINEAR: 0,
 }
 TRANSPOSED = {aten.t.default, aten.mT.default, aten.numpy_T.default, aten.transpose.int}
-CASTS = {aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.type_as}
+# The result is the first argument, unchanged or cast.
+SAME = {
+    aten.alias, aten.clone, aten.contiguous, aten.detach, aten.detach_, aten.dropout, aten.lift_fresh_copy, aten.to,
+    aten.type_as, aten._to_copy,
+}  # fmt: skip
 # Operators after which the last dimension has the same channels, unless its size changes.
 RESHAPING = {
     aten.view, aten._unsafe_view, aten.reshape, aten.contiguous, aten.clone, aten.alias, aten.to, aten._to_copy,
@@ -71,7 +75,7 @@ def products(weight: fx.Node) -> Iterator[tuple[fx.Node, int]]:
         if user.target in WEIGHT_PRODUCTS and user.args[WEIGHT_PRODUCTS[user.target]] is not weight:
             yield user, WEIGHT_PRODUCTS[user.target]
         elif user.args[0] is weight and (
-            OURS in user.meta or transposes(user) or getattr(user.target, "overloadpacket", None) in CASTS
+            OURS in user.meta or transposes(user) or getattr(user.target, "overloadpacket", None) in SAME
         ):
             yield from products(user)
 

@@ -1,7 +1,8 @@
 """What channel rules read in place of parameters and of outer products, and the products with weights they record."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,26 +47,19 @@ class ParameterValue:
 
     def moved(self, operator: Callable[..., Any], arguments: Mapping[str, Any]) -> "ParameterValue | None":
         """Returns an operator's result on the parameter; None unless it only moves, adds or drops dimensions."""
-        strides = [1]
-        for size in reversed(self.shape[1:]):
-            strides.insert(0, strides[0] * (size + 1))  # all different, also where a dimension has size 1
-        sample = torch.empty_strided(self.shape, strides[: len(self.shape)], device="meta")
+        # The strides of all dimensions differ, those of dimensions of size 1, too.
+        strides = [math.prod(size + 1 for size in self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        sample = torch.empty_strided(self.shape, strides, device="meta")
         try:
             result = operator(**{**arguments, "self": sample})
         except RuntimeError:  # a view that merges dimensions
             return None
         if not isinstance(result, Tensor) or result.numel() != sample.numel():
             return None
-        remaining = {stride: dim for dim, stride in enumerate(sample.stride())}
-        dims: list[int | None] = []
-        for size, stride in zip(result.shape, result.stride(), strict=True):
-            dim = remaining.get(stride)
-            if dim is not None and self.shape[dim] == size:
-                dims.append(remaining.pop(stride))
-            elif size == 1:
-                dims.append(None)
-            else:
-                return None
+        remaining = {place: dim for dim, place in enumerate(zip(strides, self.shape, strict=True))}
+        dims = [remaining.pop(place, None) for place in zip(result.stride(), result.shape, strict=True)]
+        if any(dim is None and size > 1 for dim, size in zip(dims, result.shape, strict=True)):
+            return None
         return self.with_dims(dims)
 
 
@@ -81,14 +75,18 @@ class Crossed:
 
 
 @dataclass(frozen=True)
-class LinearCall:
-    """One matrix product of an activation with a parameter."""
+class Products:
+    """All products of activations with one weight, in execution order."""
 
     parameter: str  # name of the weight
     in_dim: int  # dimension of the weight that is contracted
-    node: fx.Node  # graph node of the call
-    source: fx.Node  # node of the activation, before any reshaping
-    problem: str  # why the channels of the input are not known; empty where they are
+    nodes: list[fx.Node] = field(default_factory=list)  # graph nodes of the products
+    sources: list[fx.Node] = field(default_factory=list)  # node of each activation, before any reshaping
+
+    @property
+    def owner(self) -> str:
+        """Name of the module that holds the weight."""
+        return self.parameter.rpartition(".")[0]
 
 
 def leaves(value: Any) -> list[Any]:

@@ -2,17 +2,13 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import fx
 
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.passes.edits import runs_of
-from permtriton.passes.graph import NM_MASK, Constants, input_dim, parameter_nodes, wrap
-from permtriton.passes.plan import Plan, Site
+from permtriton.passes.graph import NM_MASK, Constants, aten, input_dim, parameter_nodes, wrap
+from permtriton.passes.plan import Plan
 from permtriton.util.permutation import identity
-from permtriton.util.sparsity import NMPattern
-
-aten = torch.ops.aten
 
 
 def insert_masks(
@@ -21,22 +17,19 @@ def insert_masks(
     """Inserts ``permtriton::nm_mask`` behind every pruned weight."""
     constants, weights = Constants(graph_module), parameter_nodes(graph_module)
     for site, name in plan.linears():
-        _mask(weights[f"{name}.weight"], constants, site, importances[name], plan.patterns[name])
+        weight, importance, pattern = weights[f"{name}.weight"], importances[name], plan.patterns[name]
+        runs = [site.channels] if site.space.frozen else list(runs_of(site))
+        index = constants.index(identity(site.channels))
+        factors = [
+            None if factor is None else constants.tensor(factor, "permtriton_factor")
+            for factor in (importance.scale, importance.row, importance.column)
+        ]
+        soft = constants.tensor(importance.scale.new_empty(0), "permtriton_soft")
+        arguments = (importance.power, *factors, index, soft, runs, pattern.kept, pattern.group, True)
+        if input_dim(weight) == 1:
+            wrap(weight, NM_MASK, arguments)
+        else:
+            transposed = wrap(weight, aten.t.default, (), weight.meta["val"].t())
+            masked = wrap(transposed, NM_MASK, arguments)
+            wrap(masked, aten.t.default, (), weight.meta["val"])
     return graph_module
-
-
-def _mask(weight: fx.Node, constants: Constants, site: Site, importance: ImportanceFactors, pattern: NMPattern) -> None:
-    runs = [site.channels] if site.space.frozen else list(runs_of(site))
-    index = constants.index(identity(site.channels))
-    factors = [
-        None if factor is None else constants.tensor(factor, "permtriton_factor")
-        for factor in (importance.scale, importance.row, importance.column)
-    ]
-    soft = constants.tensor(importance.scale.new_empty(0), "permtriton_soft")
-    arguments = (importance.power, *factors, index, soft, runs, pattern.kept, pattern.group, True)
-    if input_dim(weight) == 1:
-        wrap(weight, NM_MASK, arguments)
-    else:
-        transposed = wrap(weight, aten.t.default, (), weight.meta["val"].t())
-        masked = wrap(transposed, NM_MASK, arguments)
-        wrap(masked, aten.t.default, (), weight.meta["val"])

@@ -17,11 +17,11 @@ from permtriton.passes.graph import (
     SPARSE_LINEAR,
     WEIGHT_PRODUCTS,
     argument,
+    aten,
     call_before,
     products,
 )
 
-aten = torch.ops.aten
 KEPT_ARGUMENT, GROUP_ARGUMENT = 8, 9  # positions among the arguments of permtriton::nm_mask
 
 

@@ -53,32 +53,34 @@ class Axis:
         Returns:
             int64 ``[size of the dimension]``; positions outside the space stay.
         """
-        positions, starts = self._by_unit(index.numel())
-        units = self.units[positions]
-        offsets = torch.arange(positions.numel()) - starts[units]
+        positions, starts, offsets = self._by_unit(index.numel())
         expanded = torch.arange(self.units.numel())
-        expanded[positions] = positions[starts[index.cpu()[units]] + offsets]
+        expanded[positions] = positions[starts[index.cpu()[self.units[positions]]] + offsets]
         return expanded
 
     def exchangeable(self, segments: Sequence[int]) -> bool:
         """Whether all units of a segment have the same roles on this axis, so that `expand` can exchange them."""
-        positions, starts = self._by_unit(sum(segments))
+        positions, starts, offsets = self._by_unit(sum(segments))
         roles, units = self.roles[positions], self.units[positions]
         sizes = torch.tensor(segments)
         segment_start = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)  # first unit of each unit's segment
         counts = torch.bincount(units, minlength=segment_start.numel())
         if not torch.equal(counts, counts[segment_start]):
             return False
-        offsets = torch.arange(positions.numel()) - starts[units]
         return torch.equal(roles, roles[starts[segment_start[units]] + offsets])
 
-    def _by_unit(self, units: int) -> tuple[Tensor, Tensor]:
-        """Returns the positions inside the space, sorted by (unit, role, position), and where each unit starts."""
+    def _by_unit(self, num_units: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sorts the positions inside the space by (unit, role, position).
+
+        Returns:
+            The sorted positions; the place among them where each unit starts; the place of each within its unit.
+        """
         positions = torch.nonzero(self.units >= 0).squeeze(1)
         positions = positions[torch.argsort(self.roles[positions], stable=True)]
         positions = positions[torch.argsort(self.units[positions], stable=True)]
-        counts = torch.bincount(self.units[positions], minlength=units)
-        return positions, counts.cumsum(0) - counts
+        counts = torch.bincount(self.units[positions], minlength=num_units)
+        starts = counts.cumsum(0) - counts
+        return positions, starts, torch.arange(positions.numel()) - starts[self.units[positions]]
 
 
 @dataclass

@@ -4,19 +4,15 @@ The rows of a weight are the channels of the result, and its columns move togeth
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from permtriton.passes.channel_ids import differs
 from permtriton.passes.channels import Channels
-from permtriton.passes.combining import Arguments, Rule, combine, contracted, mapped
-from permtriton.passes.graph import argument, source_of
-from permtriton.passes.graph_values import LinearCall, ParameterValue
-
-aten = torch.ops.aten
+from permtriton.passes.combining import Arguments, Rule, arranged, combine, contracted, mapped
+from permtriton.passes.graph import argument, aten, source_of
+from permtriton.passes.graph_values import ParameterValue, Products
 
 # -- a weight ----------------------------------------------------------------------------------------------------------
 
@@ -39,19 +35,18 @@ def _contract(c: Channels, x: Tensor, weight: ParameterValue, position: int = 0)
     columns, in_dim = c.axis(weight, 1), weight.dims[1]
     channels, problem = c.channels_of(x)
     if problem:
-        c.separate(x, problem)
-        c.separate(columns, problem)
+        c.separate([x, columns], problem)
     else:
         c.unite(columns, channels, attached=True)
     assert in_dim is not None
-    # before any reshaping, so that siblings share a source
-    source = source_of(argument(c.node, position))
-    c.linears.append(LinearCall(weight.name, in_dim, c.node, source, problem))
+    products = c.linears.setdefault(weight.name, Products(weight.name, in_dim))
+    products.nodes.append(c.node)
+    products.sources.append(source_of(argument(c.node, position)))
 
 
 def _one_order(c: Channels, x: Tensor) -> Tensor:
     """Joins the inputs ``[stack, tokens, channels]`` of stacked weights, and returns the first input's ids for all."""
-    if x.ndim == 3 and c.all_channels(x) and differs(x)[0] and not differs(x)[1]:
+    if x.ndim == 3 and c.all_channels(x) and differs(x, 0) and not differs(x, 1):
         first = x[:1].expand(x.shape)
         c.unite(first, x)
         return first
@@ -65,7 +60,7 @@ def _add_bias(c: Channels, rows: Tensor, bias: Any) -> None:
     if bias.shape == rows.shape and c.all_channels(bias):
         c.unite(bias, rows, attached=True)
     elif rows.numel() > 1:
-        c.separate(torch.cat([rows, bias.reshape(-1)]), "their bias is not a parameter with one value per channel")
+        c.separate([rows, bias], "their bias is not a parameter with one value per channel")
 
 
 def _addmm(c: Channels, args: Arguments) -> Any:
@@ -98,19 +93,14 @@ def _einsum(c: Channels, args: Arguments) -> Any:
     if not arrow or "." in equation or any(len(set(term)) != len(term) for term in [*terms, result_letters]):
         return c.barrier(f"{c.node.target} {equation}")
     letters = result_letters + "".join(dict.fromkeys(letter for letter in inputs if letter not in result_letters + ","))
-
-    def spread(term: str, ids: Tensor) -> Tensor:
-        ids = ids.permute([term.index(letter) for letter in letters if letter in term])
-        return ids[tuple(slice(None) if letter in term else None for letter in letters)]
-
-    aligned = [
-        operand.with_dims([term.index(letter) if letter in term else None for letter in letters])
-        if isinstance(operand, ParameterValue)
-        else mapped(c, operand, partial(spread, term))
-        for term, operand in zip(terms, operands, strict=True)
-    ]
     summed_dims = list(range(len(result_letters), len(letters)))
-    result = combine(c, aligned)
+    result = combine(
+        c,
+        [
+            arranged(c, operand, [term.index(letter) if letter in term else None for letter in letters])
+            for term, operand in zip(terms, operands, strict=True)
+        ],
+    )
     return contracted(c, result, summed_dims, keep=False) if summed_dims else result
 
 
@@ -138,14 +128,13 @@ def _by_groups(c: Channels, x: Tensor, weight: ParameterValue, groups: int, stri
     problem = "" if groups == x.shape[-1 - kernel] == rows.numel() else f"{c.node.target} reads them in groups"
     for dim in range(-kernel, 0):
         is_pointwise = weight.shape[dim] == 1 and shape[dim] == x.shape[dim] and set(stride) == {1}
-        if not is_pointwise and differs(x)[dim]:
+        if not is_pointwise and differs(x, dim):
             problem = problem or "its input mixes tokens into channels"
         elif not is_pointwise:
             x = x.narrow(dim, 0, 1)
     if not problem:
         return combine(c, [x.expand(*shape), weight.with_dims([0, *[None] * kernel])])
-    c.separate(x, problem)
-    c.separate(torch.cat(c.axes(weight)), problem)
+    c.separate([x, weight], problem)
     return rows.view(-1, *[1] * kernel).expand(shape)
 
 
@@ -158,14 +147,10 @@ def _sparse_linear(c: Channels, args: Arguments) -> Any:
 
 
 def _embedding(c: Channels, args: Arguments) -> Any:
-    weight = args["weight"]
-    columns = weight.dims[1] if isinstance(weight, ParameterValue) and weight.is_matrix else None
-    if columns is None:
+    weight, indices = args["weight"], c.ids_of(args["indices"])
+    if not isinstance(weight, ParameterValue) or not weight.is_matrix:
         return c.barrier("an embedding of a computed table")
-    c.embedding_columns.add((weight.name, columns))
-    indices = c.ids_of(args["indices"])
-    if c.any_channel(indices):
-        c.separate(indices, f"{c.node.target} makes numbers of them, each of which it looks up")
+    c.separate(indices, f"{c.node.target} makes numbers of them, each of which it looks up")
     c.separate(c.axis(weight, 0), f"{c.node.target} looks them up by their numbers")
     return c.axis(weight, 1).expand(*indices.shape, -1)
 
@@ -196,9 +181,8 @@ def _norm_permute(c: Channels, args: Arguments) -> Any:
 
 
 def _attention(c: Channels, args: Arguments) -> Any:
-    q, k, v, mask = (c.ids_of(args[name]) for name in ("query", "key", "value", "attn_mask"))
-    if mask is not None and c.any_channel(mask):
-        c.separate(mask, "they are an attention mask")
+    q, k, v = (c.ids_of(args[name]) for name in ("query", "key", "value"))
+    c.separate(args["attn_mask"], "they are an attention mask")
     if args["enable_gqa"]:  # otherwise, heads are broadcast
         repeats = q.shape[-3] // k.shape[-3]
         k, v = (c.compact_repeats(t.repeat_interleave(repeats, -3)) for t in (k, v))
@@ -209,15 +193,10 @@ def _attention(c: Channels, args: Arguments) -> Any:
 PRODUCTS: dict[Any, Rule] = {
     aten.linear: lambda c, args: _linear(c, *args.values()),
     aten.addmm: _addmm,
-    aten.matmul: lambda c, args: _matmul(c, *args.values()),
-    aten.mm: lambda c, args: _matmul(c, *args.values()),
-    aten.bmm: lambda c, args: _matmul(c, *args.values()),
+    **dict.fromkeys([aten.matmul, aten.mm, aten.bmm], lambda c, args: _matmul(c, *args.values())),
     aten.baddbmm: lambda c, args: combine(c, [args["self"], _matmul(c, args["batch1"], args["batch2"])]),
     aten.einsum: _einsum,
-    aten.conv1d: _conv,
-    aten.conv2d: _conv,
-    aten.conv3d: _conv,
-    aten.convolution: _conv,
+    **dict.fromkeys([aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution], _conv),
     aten.embedding: _embedding,
     aten.scaled_dot_product_attention: _attention,
     "permtriton::nm_mask": lambda c, args: args["weight"],
@@ -225,8 +204,7 @@ PRODUCTS: dict[Any, Rule] = {
     "permtriton::sparse_linear": _sparse_linear,
 }
 NORMS: dict[Any, Rule] = {
-    aten.layer_norm: lambda c, args: _norm(c, args, -len(args["normalized_shape"])),
-    aten.rms_norm: lambda c, args: _norm(c, args, -len(args["normalized_shape"])),
+    **dict.fromkeys([aten.layer_norm, aten.rms_norm], lambda c, args: _norm(c, args, -len(args["normalized_shape"]))),
     aten.group_norm: lambda c, args: _norm(c, args, 1, args["num_groups"]),
     "permtriton::norm_permute": _norm_permute,
 }

@@ -27,12 +27,11 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
 from permtriton.passes.channel_ids import mix, numbered
-from permtriton.passes.channel_rules import ALONG, CONSTANT, LAYOUT, SAME, constant, rule_of
+from permtriton.passes.channel_rules import ALONG, CONSTANT, LAYOUT, constant, rule_of
 from permtriton.passes.channels import AxisKey, Channels, ContextChange, Joint
-from permtriton.passes.graph import one_thread
-from permtriton.passes.graph_values import Crossed, LinearCall, ParameterValue
+from permtriton.passes.graph import SAME, aten, one_thread
+from permtriton.passes.graph_values import ParameterValue, Products
 
-aten = torch.ops.aten
 ZERO = {aten.new_zeros, aten.zeros, aten.zeros_like}
 SUMS_OF_PRODUCTS = {aten.bmm, aten.einsum, aten.matmul, aten.mm}
 
@@ -44,29 +43,28 @@ class Provenance:
     Channels that must move together share a label, a number from 0. Labels with the same context may change places.
     """
 
-    linears: list[LinearCall]  # every product with a weight, in execution order
+    linears: dict[str, Products]  # weight -> all products with it
     # (parameter, dimension) -> int64 label of each position, for the dimensions that the graph uses
     axes: dict[AxisKey, np.ndarray]
     # (parameter, dimension) -> uint64 role of each position: its context without that of other activations which it is
     # joined with. It tells a gate row from the up row that it is multiplied with.
     roles: dict[AxisKey, np.ndarray]
-    embedding_columns: set[AxisKey]  # the axes that are columns of an embedding
-    hidden_labels: np.ndarray  # labels of the last hidden state's channels; empty if its channels are not known
+    hidden_node: fx.Node  # node of the last hidden state
+    hidden_labels: np.ndarray  # labels of the last hidden state's channels; empty if they are not known
     contexts: np.ndarray  # context of each label, uint64 ``[labels]``
     barriers: list[str]  # reasons of the barriers that channels entered, each once
     _context_changes: list[ContextChange] = field(repr=False)
     _labels: np.ndarray = field(repr=False)
 
+    @property
+    def parameters(self) -> set[str]:
+        """Names of the parameters that the graph uses."""
+        return {parameter for parameter, _ in self.axes}
+
     def reason(self, labels: np.ndarray) -> str:
         """Returns why the channels of ``labels`` may not all change places: the first context change that differs."""
-        order = np.argsort(labels)
         for change in self._context_changes:
-            sums = np.zeros(labels.size, np.uint64)
-            change_labels = self._labels[change.ids]
-            inside = np.isin(change_labels, labels)
-            context = np.broadcast_to(change.context, change.ids.shape)[inside]
-            np.add.at(sums, order[np.searchsorted(labels, change_labels[inside], sorter=order)], context)
-            if np.unique(sums).size > 1:
+            if np.unique(_sums(self.contexts.size, self._labels, [change])[labels]).size > 1:
                 return change.reason
         return "its channels differ in what reads them"
 
@@ -91,7 +89,8 @@ class Unions:
 
 
 @one_thread()
-def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden_position: int) -> Provenance:
+@np.errstate(over="ignore")
+def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden_position: int = -1) -> Provenance:
     """Runs channel ids through a graph.
 
     Args:
@@ -100,75 +99,84 @@ def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden_posit
         outputs: Positions in the graph's output tuple that a caller sees: their channels must keep their order.
         hidden_position: Position of the last hidden state in the output tuple.
     """
-    channels = Channels(graph_module)
-    results = _Interpreter(graph_module, channels).results()
+    channels = _ChannelRun(graph_module)
+    results = channels.run(enable_io_processing=False)
     for position in outputs:
-        value = results[position]
-        for ids in value.parts if isinstance(value, Crossed) else [channels.ids_of(value)]:
-            if isinstance(ids, Tensor):
-                channels.separate(ids, "it is an output of the model, whose order must stay")
+        channels.separate(results[position], "it is an output of the model, whose order must stay")
     hidden_ids, problem = channels.channels_of(channels.ids_of(results[hidden_position]))
-    return _finish(channels, np.zeros(0, np.int64) if problem else hidden_ids.numpy())
+    hidden_node: Any = graph_module.graph.output_node().args[0]
+    count, labels = _components(channels.total, channels.joints)
+    role_count, role_labels = _components(channels.total, [joint for joint in channels.joints if joint.attached])
+    roles = _sums(role_count, role_labels, channels.context_changes)[role_labels]
+    spans = {axis: channels.spans[axis] for axis in channels.used_axes}
+    own_contexts = mix(np.arange(len(spans), dtype=np.uint64) + np.uint64(1 << 40))  # one per axis
+    context_changes = channels.context_changes + [
+        ContextChange(np.arange(span.start, span.stop), context, "they belong to different parameters")
+        for context, span in zip(own_contexts, spans.values(), strict=True)
+    ]
+    context_changes += _arrangement(channels, labels, count)
+    return Provenance(
+        linears=channels.linears,
+        axes={axis: labels[span].astype(np.int64) for axis, span in spans.items()},
+        roles={axis: roles[span] for axis, span in spans.items()},
+        hidden_node=hidden_node[hidden_position],
+        hidden_labels=labels[[] if problem else hidden_ids.numpy()],
+        contexts=_sums(count, labels, context_changes),
+        barriers=list(channels.barriers),
+        _context_changes=context_changes,
+        _labels=labels,
+    )
 
 
 @one_thread()
+@np.errstate(over="ignore")
 def channel_unions(graph_module: fx.GraphModule) -> Unions:
     """Returns which channels a graph joins, in a fraction of the time of `propagate`."""
-    channels = Channels(graph_module, contexts=False)
-    _Interpreter(graph_module, channels).results()
+    channels = _ChannelRun(graph_module, contexts=False)
+    channels.run(enable_io_processing=False)
     _, labels = _components(channels.total, channels.joints)
-    return Unions({parameter for parameter, _ in channels.starts}, channels.joints, labels)
+    return Unions({parameter for parameter, _ in channels.spans}, channels.joints, labels)
 
 
-class _Interpreter(fx.Interpreter):
+class _ChannelRun(Channels):
     """Runs a graph on channel ids, calling each operator's rule."""
 
-    def __init__(self, graph_module: fx.GraphModule, channels: Channels) -> None:
-        super().__init__(graph_module)
-        self._channels = channels
+    def __init__(self, graph_module: fx.GraphModule, *, contexts: bool = True) -> None:
+        super().__init__(graph_module, contexts=contexts)
         self._emptied: set[fx.Node] = set()
         self._zeros: set[fx.Node] = set()
 
-    def results(self) -> Sequence[Any]:
-        inputs = [None for node in self.graph.nodes if node.op == "placeholder"]
-        with np.errstate(over="ignore"):
-            return self.run(*inputs, enable_io_processing=False)
-
     def run_node(self, n: fx.Node) -> Any:
-        self._channels.node = n
+        self.node = n
         return super().run_node(n)
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        value = self._channels.node.meta.get("val")
-        return self._channels.new_ids(value.shape) if isinstance(value, Tensor) else value
+        return self.unknown(self.node.meta.get("val"))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         if isinstance(value, nn.Parameter):
-            shape = tuple(value.shape)
-            return ParameterValue(target, shape, tuple(range(len(shape))), (None,) * len(shape))
+            return ParameterValue(target, tuple(value.shape), tuple(range(value.ndim)), (None,) * value.ndim)
         return self._constant_ids(value) if isinstance(value, Tensor) else value
 
     def _constant_ids(self, value: Tensor) -> Tensor:
         """Returns ids of a constant; equal elements of a floating-point vector have equal ids."""
         if value.is_meta or not value.is_floating_point() or max(value.shape, default=1) != value.numel():
-            return self._channels.new_ids(value.shape)
+            return self.new_ids(value.shape)
         bits = value.detach().double().cpu().numpy().view(np.int64)
         distinct_bits, inverse = np.unique(bits, return_inverse=True)
-        return self._channels.new_ids(distinct_bits.shape)[torch.from_numpy(inverse).view(value.shape)]
+        return self.new_ids(distinct_bits.shape)[torch.from_numpy(inverse).view(value.shape)]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        channels = self._channels
-        channels.arguments = args, kwargs
-        if self._lacks_a_part(channels.node):
-            return channels.barrier(f"{target} of a part that is empty where the model was traced")
-        rule = rule_of(channels.node)
+        if self._lacks_a_part(self.node):
+            return self.barrier(f"{target} of a part that is empty where the model was traced")
+        rule = rule_of(self.node)
         if rule is None:
-            return channels.barrier(str(target))
-        if self._is_zero(channels.node):
-            self._zeros.add(channels.node)
+            return self.barrier(str(target))
+        if self._is_zero(self.node):
+            self._zeros.add(self.node)
             rule = constant
-        return rule(channels, _by_name(target, args, kwargs))
+        return rule(self, _by_name(target, args, kwargs))
 
     def _lacks_a_part(self, node: fx.Node) -> bool:
         """Whether a node reads a tensor that is empty in the trace, but may have unknown elements for more tokens."""
@@ -192,10 +200,6 @@ class _Interpreter(fx.Interpreter):
         is_tensor = isinstance(node.meta.get("val"), Tensor)
         return packet in ZERO or (moves_values and is_tensor and self._zeros.issuperset(node.all_input_nodes))
 
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        self._channels.arguments = args, kwargs
-        return self._channels.barrier(f"module {target}")
-
 
 def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
     """Returns all arguments of an operator by name; by position for an operator of Python."""
@@ -211,38 +215,13 @@ def _is_empty(value: Tensor) -> bool:
     return any(isinstance(size, int) and not size for size in value.shape[:-1])  # a size that is no int depends on data
 
 
-def _finish(channels: Channels, hidden_ids: np.ndarray) -> Provenance:
-    """Labels the joined channels and adds up their contexts; ``hidden_ids`` are the last hidden state's."""
-    spans = {key: slice(channels.starts[key], channels.starts[key] + channels.sizes[key]) for key in channels.used_axes}
-    count, labels = _components(channels.total, channels.joints)
-    role_count, role_labels = _components(channels.total, [joint for joint in channels.joints if joint.attached])
-    roles = _sums(role_count, role_labels, channels.context_changes)[role_labels]
-    own_contexts = mix(np.arange(len(spans), dtype=np.uint64) + np.uint64(1 << 40))  # one per axis
-    context_changes = channels.context_changes + [
-        ContextChange(np.arange(span.start, span.stop), context, "they belong to different parameters")
-        for context, span in zip(own_contexts, spans.values(), strict=True)
-    ]
-    context_changes += _arrangement(channels, labels, count)
-    return Provenance(
-        linears=channels.linears,
-        axes={axis: labels[span].astype(np.int64) for axis, span in spans.items()},
-        roles={axis: roles[span] for axis, span in spans.items()},
-        embedding_columns=channels.embedding_columns,
-        hidden_labels=labels[hidden_ids],
-        contexts=_sums(count, labels, context_changes),
-        barriers=list(channels.barriers),
-        _context_changes=context_changes,
-        _labels=labels,
-    )
-
-
 def _arrangement(channels: Channels, labels: np.ndarray, count: int) -> list[ContextChange]:
     """Returns context changes that distinguish units whose channels are joined in different orders.
 
     Units with several channels of an axis change places channel by channel: first with first, second with second.
     Channels at equal places of two units must therefore be joined with others in the same way.
     """
-    axes = np.searchsorted([*channels.starts.values()], np.arange(channels.total), side="right")
+    axes = np.searchsorted(channels.starts, np.arange(channels.total), side="right")
     occurrence = numbered(axes * count + labels)
     place = mix(occurrence.view(np.uint64) ^ mix(axes))
     joint_hashes = mix(np.arange(len(channels.joints)))
@@ -257,9 +236,8 @@ def _arrangement(channels: Channels, labels: np.ndarray, count: int) -> list[Con
 def _sums(count: int, labels: np.ndarray, changes: Sequence[ContextChange]) -> np.ndarray:
     """Returns the context of each of ``count`` labels, uint64: the sum over its channels and changes of context."""
     sums = np.zeros(count, np.uint64)
-    with np.errstate(over="ignore"):
-        for change in changes:
-            np.add.at(sums, labels[change.ids], change.context)
+    for change in changes:
+        np.add.at(sums, labels[change.ids], change.context)
     return sums
 
 

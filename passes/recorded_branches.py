@@ -39,17 +39,17 @@ class Answers(TorchFunctionMode):
     but how operators combine channels does not depend on how many rows are taken.
 
     Args:
-        earlier: `answers` that were recorded, to be returned; None to record answers.
+        earlier: `answers` that were recorded, to be returned; None if there are none yet.
 
     Attributes:
-        answers: recorded answers by the lines of code that took them.
+        answers: the values that were taken, by the lines of code that took them.
         takes_all: whether the code queried the positions at which a mask is true.
     """
 
     def __init__(self, earlier: Mapping[Place, deque[Any]] | None = None) -> None:
         super().__init__()
         self.takes_all = False
-        self._earlier = earlier
+        self._earlier = earlier or {}
         self.answers: defaultdict[Place, deque[Any]] = defaultdict(deque)
 
     def __torch_function__(
@@ -69,12 +69,10 @@ class Answers(TorchFunctionMode):
 
     def _answer(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         place = _place()
-        if self._earlier is None:
-            answer = function(*args, **kwargs)
-            self.answers[place].append(answer)
-            return answer
         remaining = self._earlier.get(place)
-        return remaining.popleft() if remaining else function(*args, **kwargs)
+        answer = remaining.popleft() if remaining else function(*args, **kwargs)
+        self.answers[place].append(answer)
+        return answer
 
 
 def samples_like(arguments: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

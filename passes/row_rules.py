@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from permtriton.passes.channel_ids import differs, of_several_axes
+from permtriton.passes.channel_ids import differing_dims, differs, of_several_axes
 from permtriton.passes.channels import Channels
 from permtriton.passes.combining import Arguments, combine, mapped
-from permtriton.passes.graph import PERMUTE, SPARSE_LINEAR
+from permtriton.passes.graph import PERMUTE, SPARSE_LINEAR, aten
 from permtriton.passes.graph_values import Crossed, ParameterValue, leaves
 
-aten = torch.ops.aten
 # Operators whose rule takes ids of one row in place of rows whose number depends on data.
 BY_ROWS = {
     aten.clone, aten.dropout, aten.gelu, aten.index, aten.index_put, aten.linear, aten.relu, aten.silu, aten.tanh,
@@ -42,7 +41,7 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
         None unless all elements are channels, the same in all rows.
     """
     dims = _indexed(dim, index)
-    if any(differs(x)[position] for position in dims) or not c.all_channels(x):
+    if any(differs(x, position) for position in dims) or not c.all_channels(x):
         return None
     c.touch(x)
     row_ids = x
@@ -61,8 +60,8 @@ def index_put(c: Channels, args: Arguments) -> Any:
         rest = x.ndim - len(dims)
         if nodes[0].meta["val"].dtype == torch.bool and source.ndim <= rest:
             return combine(c, [args["self"], args["values"], index.view(*index.shape, *[1] * rest)])
-        fits = source.ndim == rest + 1 and not differs(source)[0] and not c.any_channel(index)
-        if fits and not any(differs(x)[position] for position in dims):
+        fits = source.ndim == rest + 1 and not differs(source, 0) and not c.any_channel(index)
+        if fits and not any(differs(x, position) for position in dims):
             return combine(c, [x, source[0].expand(x.shape)])
     return c.barrier(f"{c.node.target} by an index without known values")
 
@@ -97,7 +96,7 @@ def index_add(c: Channels, args: Arguments) -> Any:
     """Adds each row of ``source`` to a row of ``self`` that data decide, so that it may be any row."""
     dim = args["dim"]
     x, index, source = (c.ids_of(args[name]) for name in ("self", "index", "source"))
-    if differs(x)[dim] or differs(source)[dim] or c.any_channel(index):
+    if differs(x, dim) or differs(source, dim) or c.any_channel(index):
         return c.barrier(f"{c.node.target} of rows that hold different channels")
     return combine(c, [x, source.narrow(dim, 0, 1).expand(x.shape)])
 
@@ -113,12 +112,11 @@ def summed_parts(c: Channels, ids: Any, dims: Sequence[int]) -> Any:
     """
     if not isinstance(ids, Tensor) or not ids.ndim or not c.all_channels(ids):
         return ids
-    dims = [dim % ids.ndim for dim in dims]
-    for dim in dims:
-        if not differs(ids)[dim] or not any(differs(ids)[other] for other in range(ids.ndim) if other not in dims):
-            continue
-        if of_several_axes(ids, dim, c.starts.values()):
-            first = combine(c, list(ids.unbind(dim)))
-            ids = mapped(c, first, lambda part: part.unsqueeze(dim).expand(ids.shape))  # noqa: B023
-            break
-    return ids
+    dims, differing = [dim % ids.ndim - ids.ndim for dim in dims], differing_dims(ids)
+    if differing <= {*dims}:
+        return ids
+    several = [dim for dim in dims if dim in differing and of_several_axes(ids, dim, c.starts)]
+    if not several:
+        return ids
+    first = combine(c, list(ids.unbind(several[0])))
+    return mapped(c, first, lambda part: part.unsqueeze(several[0]).expand(ids.shape))

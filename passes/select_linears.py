@@ -1,7 +1,7 @@
 """The linears that a user wants to prune, to leave dense, or to give a pattern of their own."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -36,10 +36,7 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
         chosen: texts such as ``*.down_proj=4:8``, which name linears by a pattern as in `left_out`. Where two texts
             name the same linear, the first one counts.
     """
-    texts: dict[str, str] = {}
-    for text in chosen:
-        texts = dict.fromkeys(_named(linears, "pattern", [NMPattern.of_some(text)[0]]), text) | texts
-    return texts
+    return _named(linears, "pattern", chosen, lambda text: NMPattern.of_some(text)[0])
 
 
 def check_own_patterns(patterns: Mapping[str, str], chosen: Iterable[str], skipped: Mapping[str, str]) -> None:
@@ -54,10 +51,13 @@ def check_own_patterns(patterns: Mapping[str, str], chosen: Iterable[str], skipp
             )
 
 
-def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str]) -> dict[str, str]:
-    """Returns each linear that an option names -> the first pattern that names it."""
-    first_patterns: dict[str, str] = {}
-    for pattern in patterns:
+def _named(
+    linears: Mapping[str, nn.Module], option: str, texts: Iterable[str], pattern_in: Callable[[str], str] = str
+) -> dict[str, str]:
+    """Returns each linear that an option names -> the first of its ``texts`` with a pattern that names the linear."""
+    first_texts: dict[str, str] = {}
+    for text in texts:
+        pattern = pattern_in(text)
         named = [name for name, module in linears.items() if _matches(option, pattern, name, module)]
         if not named:
             several = "; repeat the option for several" if "," in pattern else ""
@@ -65,8 +65,8 @@ def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str
                 f"`{option}={pattern}` names no linear of this model, whose linears are such as "
                 f"{', '.join(_near(pattern.removeprefix(REGEX).strip('*.'), linears)[:3])}{several}"
             )
-        first_patterns |= {name: pattern for name in named if name not in first_patterns}
-    return first_patterns
+        first_texts |= {name: text for name in named if name not in first_texts}
+    return first_texts
 
 
 def _near(text: str, linears: Mapping[str, nn.Module]) -> list[str]:

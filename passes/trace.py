@@ -8,8 +8,8 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,29 +30,8 @@ from permtriton.passes.recorded_branches import Answers, converted, samples_like
 from permtriton.passes.trace_inputs import examples
 
 OTHER_VALUES = "other_values"  # in the meta of a graph that has the model's channels but computes other values
+STORED = {InputKind.PARAMETER, InputKind.BUFFER}
 GUARDS = {torch.ops.aten._assert_tensor_metadata.default}  # checks that the graph does not need
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A model as a graph."""
-
-    # ``graph_module(*inputs)`` returns the model's outputs and its last hidden state as a flat tuple. The placeholders
-    # have the names and shapes of the sample that was traced, such as ``input_ids`` (int64 ``[1, TRACE_TOKENS]``).
-    # Every parameter is one ``get_attr`` node whose target is its first name in ``model.named_parameters()`` and whose
-    # value is the model's own ``nn.Parameter``; buffers and constants are ``get_attr`` nodes, too. Its ``meta`` has
-    # `OTHER_VALUES` where the model selects rows by computed values: the graph takes all rows
-    # (`permtriton.passes.recorded_branches`).
-    graph_module: fx.GraphModule
-    # positions in that tuple of what callers read: the model's own outputs, and the last hidden state where the model
-    # is one of sentence-transformers
-    outputs: tuple[int, ...]
-    hidden_position: int  # position of the last hidden state in that tuple
-
-    @property
-    def hidden_node(self) -> fx.Node:
-        results: Any = self.graph_module.graph.output_node().args[0]
-        return results[self.hidden_position]
 
 
 class _Probed(nn.Module):
@@ -73,15 +52,24 @@ class _Probed(nn.Module):
         return (*(v for name, v in output.items() if isinstance(v, Tensor) and name != inner), states[-1])
 
 
-def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
+def trace(model: PreTrainedModel, sample: Samples | None = None) -> tuple[fx.GraphModule, range]:
     """Traces ``model`` on one sample. No weight is copied, and the model may be on the meta device.
 
     Args:
         sample: sample whose shapes are traced; None for the first of
             `permtriton.passes.trace_inputs.examples` that the model takes.
 
-    The encoder's last hidden state, which an encoder-decoder with a head returns beside its logits, is not among the
-    outputs of the graph: like the states between layers, it is internal, and its channels may move.
+    Returns:
+        The graph, and the positions among its results of those that callers read. ``graph_module(*inputs)`` returns a
+        flat tuple: the model's outputs, and at its end the last hidden state, which callers read only where the model
+        is one of sentence-transformers. The encoder's last hidden state, which an encoder-decoder with a head returns
+        beside its logits, is left out: like the states between layers, it is internal, and its channels may move.
+
+        The placeholders have the names and shapes of the sample that was traced, such as ``input_ids`` (int64
+        ``[1, TRACE_TOKENS]``). Every parameter is one ``get_attr`` node whose target is its first name in
+        ``model.named_parameters()`` and whose value is the model's own ``nn.Parameter``; buffers and constants are
+        ``get_attr`` nodes, too. The graph's ``meta`` has `OTHER_VALUES` where the model selects rows by computed
+        values: the graph takes all rows (`permtriton.passes.recorded_branches`).
     """
     check_towers(model)
     samples = [sample] if sample is not None else examples(model)
@@ -98,8 +86,7 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
         _check_not_random(model, graph_module)
         if not alike:
             graph_module.meta[OTHER_VALUES] = True
-        count = len(exported.graph_signature.user_outputs)
-        return Traced(graph_module, tuple(range(count - 1 + embeds(model))), count - 1)
+        return graph_module, range(len(exported.graph_signature.user_outputs) - 1 + embeds(model))
     _check_runs(model, samples)
     raise ModelError(
         f"{type(model).__name__} cannot be traced: {_described(problems[0])}. permtriton needs a model that runs on "
@@ -230,23 +217,18 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
     During an export the model runs on tensors without values. If the model kept these, later runs would fail.
     """
-
-    def copied(value: Any) -> Any:
-        return value.copy() if isinstance(value, dict | set | list) else None
-
-    saved = [(vars(module), {k: (v, copied(v)) for k, v in vars(module).items()}) for module in model.modules()]
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    values = [value for _, kept in attributes for value in kept.values() if isinstance(value, dict | set | list)]
+    contents = [value.copy() for value in values]
     try:
         yield
     finally:
-        for attributes, values in saved:
-            attributes.clear()
-            for name, (value, content) in values.items():
-                attributes[name] = value
-                if isinstance(value, dict | set):
-                    value.clear()
-                    value.update(content)
-                elif isinstance(value, list):
-                    value[:] = content
+        for present, kept in attributes:
+            present.clear()
+            present.update(kept)
+        for value, content in zip(values, contents, strict=True):
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> fx.GraphModule:
@@ -264,23 +246,20 @@ def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> f
     copies: dict[fx.Node, fx.Node] = {}
     readers: dict[str, fx.Node] = {}
     attributes: dict[str, Any] = {}
-    inputs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    signature = exported.graph_signature
+    lifted = {spec.arg.name: spec for spec in signature.input_specs if spec.kind is not InputKind.USER_INPUT}
     for node in exported.graph.nodes:
         if node.op == "output":
-            is_user_output = [s.kind is OutputKind.USER_OUTPUT for s in exported.graph_signature.output_specs]
-            results = [value for value, keep in zip(node.args[0], is_user_output, strict=True) if keep]
-            graph.output(tuple(copies.get(value, value) for value in results))
-        elif node.op == "placeholder" and inputs[node.name].kind is not InputKind.USER_INPUT:
-            spec = inputs[node.name]
-            name = str(spec.target)
-            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            results = zip(node.args[0], signature.output_specs, strict=True)
+            kept = [value for value, spec in results if spec.kind is OutputKind.USER_OUTPUT]
+            graph.output(tuple(copies.get(value, value) for value in kept))
+        elif node.name in lifted:
+            name, is_constant = str(lifted[node.name].target), lifted[node.name].kind not in STORED
+            if not is_constant:
                 name = name.removeprefix(prefix)
                 name = first_names.get(name, name)
-                value = model.get_parameter(name) if spec.kind is InputKind.PARAMETER else model.get_buffer(name)
-            else:
-                value = exported.constants[name]
             if name not in readers:
-                attributes[name] = value
+                attributes[name] = exported.constants[name] if is_constant else attrgetter(name)(model)
                 readers[name] = graph.create_node("get_attr", name, name=node.name)
                 readers[name].meta = dict(node.meta)
             copies[node] = readers[name]

@@ -270,8 +270,8 @@ def other_eps(move: Any) -> Any:
     """A norm that is written anew adds another number to the mean square."""
     if move.norm is None:
         return move
-    variant = dataclasses.replace(move.norm.variant, eps=2e-3)
-    return dataclasses.replace(move, norm=dataclasses.replace(move.norm, variant=variant))
+    norm = dataclasses.replace(move.norm.norm, variant=dataclasses.replace(move.norm.norm.variant, eps=2e-3))
+    return dataclasses.replace(move, norm=dataclasses.replace(move.norm, norm=norm))
 
 
 def without_upstream(name: str) -> Callable[[Any], Any]:

@@ -31,7 +31,7 @@ from permtriton.passes.pipeline import PassResult, permutation_passes, pruning_p
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.passes.provenance import Provenance, propagate
 from permtriton.passes.sites import find_sites
-from permtriton.passes.trace import Traced, trace
+from permtriton.passes.trace import trace
 from permtriton.util.permutation import compose, identity
 
 from . import zoo
@@ -63,26 +63,26 @@ def built(name: str) -> PreTrainedModel:
 
 
 @functools.cache
-def traced(name: str) -> tuple[PreTrainedModel, Traced, Provenance, Plan]:
+def traced(name: str) -> tuple[PreTrainedModel, fx.GraphModule, Provenance, Plan]:
     model = built(name)
-    found = trace(model)
-    provenance = propagate(found.graph_module, found.outputs, found.hidden_position)
-    return model, found, provenance, find_sites(provenance, model, found.hidden_node, CommonConfig())
+    graph_module, outputs = trace(model)
+    provenance = propagate(graph_module, outputs)
+    return model, graph_module, provenance, find_sites(provenance, model, CommonConfig())
 
 
 def planned(name: str, layout: str) -> tuple[PreTrainedModel, Plan, fx.GraphModule]:
     """Returns a shared model that must not be changed, a copy of its plan, and its graph."""
-    model, found, provenance, plan = traced(name)
+    model, graph_module, provenance, plan = traced(name)
     plan = copy.deepcopy(plan)
     if layout != "portable":
         plan = fused_plan(plan, provenance.linears, model, o_proj="free" if layout == "free" else "tied")
-    return model, plan, found.graph_module
+    return model, plan, graph_module
 
 
 def private(name: str, layout: str) -> tuple[PreTrainedModel, Plan, fx.GraphModule]:
     """Returns a model that may be changed, its plan, and a graph over its own parameters."""
     model = built(name)
-    graph_module = copied(traced(name)[1].graph_module)
+    graph_module = copied(traced(name)[1])
     for parameter, value in model.named_parameters():
         if parameter_nodes(graph_module).get(parameter) is not None:
             owner, _, attribute = parameter.rpartition(".")

@@ -71,8 +71,8 @@ def plan_of(net: nn.Module, inputs: Tensor, pattern: NMPattern) -> Plan:
         graph_module = unlifted(export_program(net, inputs), net)
     results = results_of(graph_module)
     provenance = propagate(graph_module, range(len(results)), hidden_position=0)
-    drop_unused(net, {parameter for parameter, _ in provenance.axes})
-    return find_sites(provenance, net, results[0], CommonConfig(sparsity=pattern))
+    drop_unused(net, provenance.parameters)
+    return find_sites(provenance, net, CommonConfig(sparsity=pattern))
 
 
 def drop_unused(net: nn.Module, used: set[str]) -> None:

@@ -172,8 +172,8 @@ def test_a_packed_linear_is_its_linear(gathers):
     linear.replace_all_uses_with(new)
     graph_module.graph.erase_node(linear)
     assert joins_as_before(graph_module)
-    call = next(call for call in found(graph_module).linears if call.parameter == "down.weight")
-    assert (call.node, call.source, call.problem) == (new, x, "")
+    products = found(graph_module).linears["down.weight"]
+    assert (products.nodes, products.sources) == ([new], [x])
     if gathers:
         new.args = (*new.args[:4], None, *new.args[5:])
         assert channel_unions(graph_module).first_new(BEFORE) == new.name

@@ -287,5 +287,5 @@ def test_a_linear_with_one_output_and_a_bias_is_traced():
 
     model = Scorer()
     found = propagate(unlifted(export_program(model, torch.randn(3, 8)), model), [0], 1)
-    assert [call.parameter for call in found.linears] == ["up.weight", "down.weight", "score.weight"]
+    assert [*found.linears] == ["up.weight", "down.weight", "score.weight"]
     assert len(set(found.contexts[found.axes["up.weight", 0]])) == 1

@@ -9,7 +9,7 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig
 
 from permtriton import NMPattern, compile, find_plan
 from permtriton.errors import ModelError, VerificationError
-from permtriton.passes.trace import OTHER_VALUES, Traced, export_program, trace, unlifted
+from permtriton.passes.trace import OTHER_VALUES, export_program, trace, unlifted
 from permtriton.passes.trace_inputs import TRACE_TOKENS
 
 from . import off_path, zoo
@@ -20,9 +20,9 @@ from .rounding import assert_equal_but_for_rounding
     scope="module",
     params=["llama_tied", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bert_mlm"))],
 )
-def traced(request) -> tuple[nn.Module, Traced]:
+def traced(request) -> tuple[nn.Module, fx.GraphModule, range]:
     model = zoo.build(request.param)
-    return model, trace(model)
+    return model, *trace(model)
 
 
 def readers(graph_module: fx.GraphModule) -> list[str]:
@@ -34,37 +34,34 @@ def ids(seed: int = 0) -> torch.Tensor:
 
 
 def test_the_graph_computes_what_the_model_does(traced):
-    model, graph = traced
+    model, graph_module, outputs = traced
     with torch.no_grad():
-        results = graph.graph_module(ids())
+        results = graph_module(ids())
     expected = zoo.outputs(model, ids())
-    assert len(graph.outputs) == len(expected)
-    for position, value in zip(graph.outputs, expected, strict=True):
+    for position, value in zip(outputs, expected, strict=True):
         assert_equal_but_for_rounding(results[position], value, roundings=64)
 
 
 def test_hidden_is_the_last_hidden_state(traced):
-    model, graph = traced
+    model, graph_module, _ = traced
     with torch.no_grad():
-        hidden = graph.graph_module(ids())[graph.hidden_position]
+        hidden = graph_module(ids())[-1]
         expected = model.base_model(input_ids=ids(), use_cache=False)[0]
     assert_equal_but_for_rounding(hidden, expected, roundings=64)
-    assert graph.hidden_node.meta["val"].shape == hidden.shape
 
 
 def test_parameters_are_the_models_own_and_read_by_one_node(traced):
-    model, graph = traced
+    model, graph_module, _ = traced
     own = dict(model.named_parameters())
-    found = dict(graph.graph_module.named_parameters())
+    found = dict(graph_module.named_parameters())
     assert set(found) <= set(own)
     assert all(found[name] is own[name] for name in found)
-    assert len(readers(graph.graph_module)) == len(set(readers(graph.graph_module)))
-    assert set(found) == set(readers(graph.graph_module)) & set(own)
+    assert len(readers(graph_module)) == len(set(readers(graph_module)))
+    assert set(found) == set(readers(graph_module)) & set(own)
 
 
 def test_the_only_placeholder_is_input_ids(traced):
-    _, graph = traced
-    nodes = graph.graph_module.graph.nodes
+    nodes = traced[1].graph.nodes
     assert [node.name for node in nodes if node.op == "placeholder"] == ["input_ids"]
     assert {node.op for node in nodes} == {"placeholder", "get_attr", "call_function", "output"}
     assert not [node for node in nodes if "_assert" in str(node.target)]
@@ -74,20 +71,20 @@ def test_the_only_placeholder_is_input_ids(traced):
 
 def test_new_data_of_a_parameter_is_seen():
     model = zoo.build("gpt2")
-    graph = trace(model)
+    graph_module, _ = trace(model)
     before = zoo.outputs(model, ids())[0]
     parameter = model.get_input_embeddings().weight
     parameter.data = parameter.data * 2
     with torch.no_grad():
-        after = graph.graph_module(ids())[0]
+        after = graph_module(ids())[0]
     assert not torch.equal(after, before)
     assert_equal_but_for_rounding(after, zoo.outputs(model, ids())[0], roundings=64)
 
 
 def test_tied_parameters_have_one_node_under_the_first_name():
-    graph = trace(zoo.build("llama_tied"))
-    assert "lm_head.weight" not in readers(graph.graph_module)
-    node = next(n for n in graph.graph_module.graph.nodes if n.target == "model.embed_tokens.weight")
+    graph_module, _ = trace(zoo.build("llama_tied"))
+    assert "lm_head.weight" not in readers(graph_module)
+    node = next(n for n in graph_module.graph.nodes if n.target == "model.embed_tokens.weight")
     assert {str(user.target) for user in node.users} == {"aten.embedding.default", "aten.linear.default"}
 
 
@@ -111,13 +108,13 @@ def test_buffers_and_constants_are_attributes():
 def test_both_halves_of_an_encoder_decoder_are_traced_and_the_encoders_state_is_no_output():
     sizes = {"vocab_size": zoo.VOCABULARY, "d_model": 16, "d_ff": 24, "d_kv": 8, "num_hidden_layers": 1}
     with torch.device("meta"):
-        traced = trace(
+        graph_module, outputs = trace(
             AutoModelForSeq2SeqLM.from_config(BartConfig(**sizes, encoder_layers=1, decoder_layers=1)).eval()
         )
-    shapes = {n.target: tuple(n.meta["val"].shape) for n in traced.graph_module.graph.nodes if n.op == "placeholder"}
+    shapes = {n.target: tuple(n.meta["val"].shape) for n in graph_module.graph.nodes if n.op == "placeholder"}
     assert shapes == {"input_ids": (1, 4), "decoder_input_ids": (1, 3)}
-    assert len(traced.outputs) == 1
-    assert traced.hidden_node.meta["val"].shape == (1, 3, 16)
+    assert len(outputs) == 1
+    assert graph_module.graph.output_node().args[0][-1].meta["val"].shape == (1, 3, 16)
 
 
 @pytest.mark.slow
@@ -145,7 +142,7 @@ def test_all_rows_are_taken_where_a_mask_selects_some():
         return x
 
     mlp.forward = selected
-    graph_module = trace(model).graph_module
+    graph_module, _ = trace(model)
     weight = next(node for node in graph_module.graph.nodes if node.target == "model.layers.0.mlp.down_proj.weight")
     assert len(weight.users) == TRACE_TOKENS
     assert OTHER_VALUES in graph_module.meta

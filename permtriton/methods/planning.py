@@ -100,14 +100,14 @@ def plan_model(
     The first of the samples is traced for its shapes; for text or None, a few tokens are traced.
     """
     with unstacked_experts(model) as stacked:
-        graph = trace(model, None if samples is None or samples.is_text else samples[:1])
-        provenance = propagate(graph.graph_module, graph.outputs, graph.hidden_position)
-        plan = find_sites(provenance, model, graph.hidden_node, config)
+        graph_module, outputs = trace(model, None if samples is None or samples.is_text else samples[:1])
+        provenance = propagate(graph_module, outputs)
+        plan = find_sites(provenance, model, config)
         if config.layout == "fused":
             plan = fused_plan(plan, provenance.linears, model, o_proj=config.o_proj)
         _check_stacks(model, plan, config)
     plan.skipped.update(stacked)
-    return plan, graph.graph_module
+    return plan, graph_module
 
 
 def sizes(model: PreTrainedModel, plan: Plan) -> dict[str, int]:
