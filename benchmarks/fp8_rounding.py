@@ -23,9 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import permtriton
 from benchmarks.known_run import Known
 from permtriton.config import CalibrationConfig
-from permtriton.data.calibration import all_windows
-from permtriton.data.check_samples import vocabulary_of
-from permtriton.data.held_out import held_out_windows
+from permtriton.data.calibration import calibration_samples
+from permtriton.data.held_out import read_held_out
 from permtriton.kernels.quantize import round_to_fp8
 from permtriton.methods.train.round import Round
 from permtriton.model.modules import SparseLinearFp8, replace_module
@@ -50,9 +49,9 @@ class Measured:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=torch.float32).eval()
         self.tokenizer, self.arguments = load_tokenizer(Source(str(arguments.folder))), arguments
-        self.vocabulary = vocabulary_of(self.model)
-        windows = held_out_windows(str(arguments.eval_data), self.tokenizer, self.vocabulary, WINDOW)
-        self.windows = windows.inputs["input_ids"][: arguments.windows]
+        held_out, _ = read_held_out("", arguments.eval_data, self.tokenizer, self.model, WINDOW, arguments.windows)
+        assert held_out is not None
+        self.windows = held_out.inputs["input_ids"]
         self.plan = permtriton.find_plan(self.model, "2:4")
         self.names = [name for _, name in self.plan.linears()]
         self.weights = {name: self._weight(name).detach().clone() for name in self.names}
@@ -69,7 +68,9 @@ class Measured:
         if way not in STEPS:
             return {}
         data = CalibrationConfig(str(self.arguments.calibration), self.arguments.samples, self.arguments.length)
-        samples = all_windows(data, self.tokenizer, self.vocabulary, seed)[: data.samples]
+        samples, _ = calibration_samples(
+            permtriton.CompileConfig(calibration=data, seed=seed), self.tokenizer, self.model
+        )
         parts = STEPS[way].run(Known(self.model, self.plan, samples, permtriton.config_from())).parts
         errors = {f"error_at_{when}": sum(part[when] for part in parts) / len(parts) for when in ("start", "end")}
         return {**errors, "cpu_seconds": time.process_time() - started}

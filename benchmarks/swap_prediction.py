@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.known_run import Known
 from permtriton import find_plan
-from permtriton.data.calibration import all_windows
+from permtriton.data.calibration import calibration_samples
 from permtriton.data.samples import Samples
 from permtriton.demo import FOLDER
 from permtriton.kernels.nm_mask import nm_mask_backward
@@ -61,9 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     config = config_from({"layout": args.layout, "seed": args.seed, "samples": args.samples}, model="demo")
     model, tokenizer = load_original(Source(str(FOLDER)))
-    vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
-    windows = all_windows(config.calibration, tokenizer, vocabulary, args.seed)
-    ids = windows.inputs["input_ids"][: args.samples]
+    ids = calibration_samples(config, tokenizer, model)[0].inputs["input_ids"]
     plan = find_plan(model, config.sparsity, layout=args.layout)
     statistics_of = site_statistics(LayerWalk(model, plan, Samples.of(ids), 16), config.importance, NoProgress())
     importances = importances_of(model, plan, config.importance, statistics_of)

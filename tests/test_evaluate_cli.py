@@ -12,7 +12,7 @@ import pytest
 import permtriton
 from permtriton import demo
 from permtriton.cli.main import app
-from permtriton.data.held_out import held_out_windows
+from permtriton.data.held_out import read_held_out
 from permtriton.driver.pipeline import compile_model
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.evaluation.tasks import Tasks
@@ -73,7 +73,7 @@ def test_every_format_gives_the_numbers_of_the_model_in_memory(compiled, model_f
     expected = measure_model(
         made.model,
         tokenizer,
-        held_out=held_out_windows(str(model_folder.parent / "text.txt"), tokenizer, len(tokenizer), 32),
+        held_out=read_held_out("", model_folder.parent / "text.txt", tokenizer, made.model, 32)[0],
         dense=load_model(source),
         hidden_order=made.plan.hidden_order(made.indices),
         tasks=Tasks(["foxes", "dogs"], folder=tmp_path / "tasks"),

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver import memory_forecast
+from permtriton.driver.choose_placement import choose, first_fitting
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.methods.sizes import RELOADING, MemoryEstimate
@@ -38,7 +39,7 @@ def needs(model, plan, **options) -> MemoryEstimate:
     shape = (config.calibration.samples, config.calibration.sequence_length)
     windows = torch.zeros((3, config.calibration.sequence_length), dtype=torch.int64)
     start = zoo.start(model, config, Samples.of(torch.zeros(shape, dtype=torch.int64)), plan)
-    return memory_forecast.estimate(replace(start, held_out=Samples.of(windows)), memory_forecast.Devices.of(CPU))
+    return first_fitting(replace(start, held_out=Samples.of(windows)), memory_forecast.Devices.of(CPU))
 
 
 def beside(model, plan, **options) -> int:
@@ -149,7 +150,7 @@ def spared(found: PreTrainedModel, free: int, **options: object) -> MemoryEstima
     config = config_from({"recipe": "mask,distill", **options})
     with unstacked_experts(found):
         start = zoo.start(found, config, Samples.of(zoo.tiny_ids(8, 64)))
-        needs = memory_forecast.estimate_together(start, memory_forecast.Devices("cuda", 1, free))
+        needs = choose(start, memory_forecast.Devices("cuda", 1, free))
     assert bool(needs.savings) == needs.recomputes == needs.report()["recomputes"]
     return needs
 
@@ -192,9 +193,8 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
 
     def needs(count: int, free: int, shard: bool | None = None, onload: bool | None = False) -> MemoryEstimate:
         start = zoo.start(model, config, samples, plan)
-        return memory_forecast.estimate(
-            start, memory_forecast.Devices("cuda", count, free, allowed_placements(shard, onload))
-        )
+        devices = memory_forecast.Devices("cuda", count, free, allowed_placements(shard, onload))
+        return first_fitting(start, devices)
 
     whole, spread = needs(4, 10**12), needs(4, 0)
     assert whole.placement is DevicePlacement.WHOLE

@@ -14,7 +14,8 @@ from benchmarks.known_run import Known
 from permtriton import CompileConfig, config_from
 from permtriton.cli.main import app
 from permtriton.data.samples import Samples
-from permtriton.driver.memory_forecast import GENERATION, Devices, estimate
+from permtriton.driver.choose_placement import first_fitting
+from permtriton.driver.memory_forecast import GENERATION, Devices
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.evaluation.measures import HeldOutMeasure
@@ -67,7 +68,7 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name):
     model, plan = unstacked(name) if name == "mixtral" else zoo.planned(name)
     config, host = CompileConfig(micro_batch_size=4), Store(onloads=True)
     kind = "kl" if model.can_generate() else "cosine"
-    stream = LayerStream(model, named_layers(model, plan), list(SAMPLES.split(4)), host)
+    stream = LayerStream(model, named_layers(model, plan), list(SAMPLES.split(4)))
     assert len(stream.layers) > 1, "otherwise the model runs as a whole, and nothing is tested"
     for method in ("wanda", "obs"):
         expected = site_statistics(LayerWalk(model, plan, SAMPLES, 4), method, NoProgress())
@@ -161,7 +162,7 @@ def needed(model, placements: tuple[DevicePlacement, ...]) -> int:
     """Returns the bytes that `permtriton.driver.memory_forecast` expects to be on the GPU at once."""
     devices = Devices("cuda", 1, 1 << 40, placements)
     config, samples = config_from(SMALL, "mask"), Samples.of(IDS)
-    return estimate(Planned(model, config, samples, *plan_model(model, config, samples)), devices).peak
+    return first_fitting(Planned(model, config, samples, *plan_model(model, config, samples)), devices).peak
 
 
 @pytest.mark.slow
@@ -182,7 +183,7 @@ def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
     few = {"distill_epochs": 1, "distill_batch_size": 2, "heuristic_row_weights": "none", **REFIT}
     config, samples = config_from({**SMALL, **few}, "best"), Samples.of(IDS)
     start = Planned(model, config, samples, *plan_model(model, config, samples))
-    needs = estimate(start, Devices("cuda", 1, 1 << 40, ONLOADED))
+    needs = first_fitting(start, Devices("cuda", 1, 1 << 40, ONLOADED))
     others = max(size for stage, size in needs.stages.items() if stage != GENERATION)
     assert needs.stages[GENERATION] > others
     size, progress = needs.model + (others + needs.stages[GENERATION]) // 2, Recording()
@@ -211,7 +212,7 @@ def test_a_model_that_moves_to_the_gpu_saves_memory_as_one_that_is_there():
 
     model, given = build(), Samples.of(samples)
     start = Planned(model, config, given, *plan_model(model, config, given))
-    full, low = (estimate(start, Devices("cuda", 1, free, WHOLE)) for free in (1 << 40, 1))
+    full, low = (first_fitting(start, Devices("cuda", 1, free, WHOLE)) for free in (1 << 40, 1))
     size = full.model + (full.stages[full.largest] + low.stages[low.largest]) // 2
     for moves in (True, False):
         with PretendGpu(size).here():

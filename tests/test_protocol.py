@@ -10,7 +10,9 @@ import permtriton
 from permtriton.arguments import EvaluateArgs
 from permtriton.config import CalibrationConfig
 from permtriton.data.calibration import all_windows
+from permtriton.data.documents import named_documents
 from permtriton.data.held_out import read_held_out
+from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.protocol import PROTOCOLS
 
@@ -69,7 +71,7 @@ def published(texts, tokenizer, count, length, seed):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sequences_are_drawn_within_one_document_as_published(hub, tokenizer, seed):
     config = CalibrationConfig("c4", samples=5, sequence_length=100, one_document=True)
-    found = all_windows(config, tokenizer, len(tokenizer), seed).inputs["input_ids"]
+    found = all_windows(config, Encoder(named_documents("c4"), "c4", tokenizer, len(tokenizer)), seed).ids
     texts = datasets.load_dataset()["text"]
     assert found.tolist() == published(texts, tokenizer, 5, 100, seed)
     whole = [tokenizer(text)["input_ids"] for text in texts]
@@ -81,7 +83,7 @@ def test_sequences_are_drawn_within_one_document_as_published(hub, tokenizer, se
 def test_no_document_is_long_enough(hub, tokenizer):
     config = CalibrationConfig("c4", samples=5, sequence_length=10**5, one_document=True)
     with pytest.raises(CalibrationError, match=r"no document with more than 100,000 tokens.*`sequence_length=`"):
-        all_windows(config, tokenizer, len(tokenizer), 0)
+        all_windows(config, Encoder(named_documents("c4"), "c4", tokenizer, len(tokenizer)), 0)
 
 
 def test_one_word_sets_all():
@@ -120,7 +122,7 @@ def test_windows_have_the_length_that_was_asked_for(hub, tokenizer):
     for window, words in ((4097, "at most the 4,096"), (1, "at least 2")):
         with pytest.raises(permtriton.PermTritonError, match=words):
             read_held_out("model", texts, tokenizer, model, window)
-    with pytest.raises(permtriton.PermTritonError, match="`window=64` has no effect on samples in memory"):
+    with pytest.raises(permtriton.PermTritonError, match="`window=64` has no effect on Tensor in memory"):
         read_held_out("model", torch.ones(2, 8, dtype=torch.int64), tokenizer, model, 64)
 
 

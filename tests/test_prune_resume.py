@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from permtriton import config_from
-from permtriton.driver.identity import states_beside
 from permtriton.driver.pipeline import compile_model
-from permtriton.running.resume import StateFile
+from permtriton.running.resume import StateFile, Workspace
 
 from . import zoo
 from .expert_stacks import unstacked
@@ -66,13 +65,16 @@ def test_it_continues_to_the_same_end(path, name, step):
     assert len(again.steps) == len(whole.steps) // layers + layers - 1, "one layer was pruned, the others were read"
 
 
-def test_states_of_another_output_stay(path):
+def names_of_states(path):
+    return {step: [file.name for file in files] for step, files in Workspace(resume_path=path).states.items()}
+
+
+def test_states_of_another_output_are_another_runs(tmp_path):
     """Those of ``out.refit_v2``, and of ``refit`` in it, begin like those of ``out``."""
-    others = [".out.refit_v2.distill.safetensors", ".out.refit_v2.refit_0.safetensors"]
-    for name in (*others, ".out.refit_0.safetensors", ".out.refit_12.safetensors"):
-        path.with_name(name).touch()
-    StateFile(path, MINE).delete()
-    assert sorted(file.name for file in path.parent.iterdir()) == sorted(others)
+    states = [".out.refit_2.safetensors", ".out.refit_12.safetensors"]
+    for name in (".out.refit_v2.distill.safetensors", ".out.refit_v2.refit_0.safetensors", *states):
+        (tmp_path / name).touch()
+    assert names_of_states(tmp_path / ".out.safetensors") == {"refit": states}
 
 
 @pytest.mark.slow
@@ -84,9 +86,7 @@ def test_a_recipe_continues_after_its_pruned_layers(tmp_path, recipe):
     with pytest.raises(KeyboardInterrupt):
         compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=Interrupting("distill", 1))
     step = "refit" if "refit" in recipe else "sparsegpt"
-    assert [found.name for found in states_beside(path, ())] == [
-        f".out.{step}_{number}.safetensors" for number in range(2)
-    ]
+    assert names_of_states(path) == {step: [f".out.{step}_{number}.safetensors" for number in range(2)]}
     progress = Recording()
     continued = compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=progress)
     assert (

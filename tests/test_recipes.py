@@ -9,7 +9,6 @@ from permtriton import config_from
 from permtriton.cli import compile as compile_command  # the module
 from permtriton.cli import console
 from permtriton.cli.main import app
-from permtriton.driver.identity import states_beside
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.methods.prune.mask import Mask
@@ -175,12 +174,6 @@ def test_an_option_stands_once_in_a_file(tmp_path, text):
     (tmp_path / "c.toml").write_text(text)
     with pytest.raises(ConfigError, match="learn_epochs twice"):
         read_config_file(tmp_path / "c.toml")
-
-
-def test_states_of_an_output_with_a_longer_name_are_another_runs(tmp_path):
-    for name in (".model.learned.safetensors", ".model.v2.learned.safetensors"):
-        (tmp_path / name).touch()
-    assert [path.name for path in states_beside(tmp_path / ".model.safetensors", ())] == [".model.learned.safetensors"]
 
 
 @pytest.mark.parametrize(("recipe", "measured"), [("sparsegpt", False), ("heuristic,sparsegpt", True)])

@@ -26,7 +26,7 @@ from permtriton.errors import CalibrationError
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.methods.measure.losses import Head, has_head
 from permtriton.model.forward import last_hidden_state, max_tokens
-from permtriton.model.seq2seq import arguments_of, samples_of
+from permtriton.model.seq2seq import arguments_of
 from permtriton.passes.plan import Destination
 from permtriton.util.progress import NoProgress
 
@@ -113,7 +113,7 @@ def test_a_headless_model_keeps_the_order_of_both_states():
     randomize(model.eval())
     plan = find_plan(model, NMPattern(2, 4))
     assert [space.name for space in plan.spaces if space.frozen] == ["stream"]
-    assert last_hidden_state(model, samples_of(model, IDS)).shape == (6, 8, 32)
+    assert last_hidden_state(model, check_samples(model, IDS)).shape == (6, 8, 32)
 
 
 @pytest.mark.slow

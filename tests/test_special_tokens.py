@@ -19,11 +19,12 @@ from transformers import (
 import permtriton
 from permtriton import config_from
 from permtriton.data.calibration import calibration_samples
-from permtriton.data.check_samples import line_of_ids_without
+from permtriton.data.check_samples import check_samples, line_of_ids_without
 from permtriton.data.generated import beginnings
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.samples import Samples
 from permtriton.data.special_tokens import special_tokens_of
+from permtriton.data.tokenize import Encoder
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.losses import LOSSES, dense_objective
@@ -70,11 +71,15 @@ def drawn(kind: str, **options) -> Samples:
     return calibration_samples(config, tokenizer_of(kind), model(), DOCUMENTS)[0]
 
 
+def held_out_of(tokenizer, documents=DOCUMENTS, length: int = 16, vocabulary: int = 290, **options) -> Samples:
+    return held_out_windows(Encoder(documents, "text", tokenizer, vocabulary, **options), length)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_tokenizer_puts_around_a_text_stands_around_each_sequence(kind):
     before, after = around(kind)
     samples, tokenizer = drawn(kind), tokenizer_of(kind)
-    held_out = held_out_windows("text", tokenizer, 290, 16, DOCUMENTS)
+    held_out = held_out_of(tokenizer)
     found = special_tokens_of(tokenizer)
     assert ([*found.before], [*found.after]) == (before, after)
     end = after or [tokenizer.eos_token_id]
@@ -93,7 +98,7 @@ def test_what_a_tokenizer_puts_around_a_text_stands_around_each_sequence(kind):
 def test_none_cuts_as_the_literature_does(kind):
     tokenizer = tokenizer_of(kind)
     samples = drawn(kind, special_tokens="none")
-    held_out = held_out_windows("text", tokenizer, 290, 16, DOCUMENTS, special_tokens="none")
+    held_out = held_out_of(tokenizer, special_tokens="none")
     stream = []
     for each in DOCUMENTS:
         ids = tokenizer(each)["input_ids"]
@@ -107,7 +112,7 @@ def test_special_tokens_are_in_the_vocabulary():
     """A tokenizer may have got more tokens than the model."""
     known = around("BOS")[0][0]
     with pytest.raises(CalibrationError, match=f"run from .* to {known}, but the model's vocabulary is 0 to"):
-        held_out_windows("text", tokenizer_of("BOS"), known, 16, DOCUMENTS)
+        held_out_of(tokenizer_of("BOS"), vocabulary=known)
     small = zoo.tiny_llama(vocab_size=known)
     config = config_from({"samples": 4, "sequence_length": 16})
     with pytest.raises(CalibrationError, match=f"run from .* to {known}, but the model's vocabulary is 0 to"):
@@ -123,7 +128,7 @@ def test_a_sequence_of_one_document_has_them_too():
 def test_documents_that_have_them_do_not_double_them():
     """Formatted chats often do; a tokenizer reads its special tokens in a text, too."""
     chats = [f"<s>{each}</s>" for each in DOCUMENTS]
-    plain, own = (held_out_windows("text", tokenizer_of("both"), 290, 16, texts) for texts in (DOCUMENTS, chats))
+    plain, own = (held_out_of(tokenizer_of("both"), texts) for texts in (DOCUMENTS, chats))
     assert torch.equal(plain.ids, own.ids)
 
 
@@ -131,7 +136,8 @@ def test_a_sequence_of_a_classifier_is_no_pair():
     """Its decoder reads the encoder's text again."""
     config = config_from({"samples": 4, "sequence_length": 16})
     classifier = T5ForSequenceClassification(T5Config(**{**T5, "vocab_size": 290}))
-    read = calibration_samples(config, tokenizer_of("both"), classifier, DOCUMENTS)[0].inputs
+    drawn_samples, _ = calibration_samples(config, tokenizer_of("both"), classifier, DOCUMENTS)
+    read = check_samples(classifier, drawn_samples).inputs
     assert torch.equal(read["input_ids"], drawn("both").ids)
     assert torch.equal(read["decoder_input_ids"][:, 1:], read["input_ids"][:, :-1])
 
@@ -139,7 +145,7 @@ def test_a_sequence_of_a_classifier_is_no_pair():
 @pytest.mark.parametrize(("kind", "length", "least"), [("BOS", 1, 2), ("both", 2, 3), ("CLS and SEP", 2, 3)])
 def test_a_sequence_of_special_tokens_alone_is_refused(kind, length, least):
     with pytest.raises(ConfigError, match=rf"`window={length}`: .* expected at least {least}"):
-        held_out_windows("text", tokenizer_of(kind), 290, length, DOCUMENTS)
+        held_out_of(tokenizer_of(kind), length=length)
 
 
 # -- what counts -------------------------------------------------------------------------------------------------------
@@ -154,7 +160,7 @@ def logits_of(ids: Tensor) -> Tensor:
 def test_perplexity_is_that_of_a_plain_loop_over_users_texts(kind):
     """Each token of text counts but one that nothing stands before; no special token does."""
     before, after = around(kind)
-    ids = held_out_windows("text", tokenizer_of(kind), 290, 16, DOCUMENTS).ids
+    ids = held_out_of(tokenizer_of(kind)).ids
     labels = ids.clone()
     labels[:, : len(before)] = labels[:, 16 - len(after) :] = -100
     loss = cross_entropy(logits_of(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -168,7 +174,7 @@ def test_a_distance_counts_no_special_position():
     other = zoo.tiny_llama(
         vocab_size=290, hidden_size=32, intermediate_size=48, max_position_embeddings=64, num_hidden_layers=1
     ).eval()
-    ids = held_out_windows("text", tokenizer_of("both"), 290, 16, DOCUMENTS).ids
+    ids = held_out_of(tokenizer_of("both")).ids
     with torch.no_grad():
         own, dense = (each(ids).logits[:, 1:-1].flatten(0, 1).log_softmax(-1) for each in (other, model()))
     expected = kl_div(own, dense, reduction="batchmean", log_target=True)
@@ -208,7 +214,7 @@ def test_both_halves_of_an_encoder_decoder_have_theirs():
     """The labels' end counts in no loss."""
     tokenizer, t5 = tokenizer_of("EOS"), T5ForConditionalGeneration(T5Config(**{**T5, "vocab_size": 290})).eval()
     (end,) = around("EOS")[1]
-    windows = held_out_windows("text", tokenizer, 290, 12, DOCUMENTS, halves=True)
+    windows = held_out_of(tokenizer, length=12, halves=True)
     source, labels = divided(windows.ids)
     assert (source[:, -1] == end).all()
     assert (labels[:, -1] == end).all()
@@ -240,7 +246,7 @@ def test_a_users_ids_stay_as_they_are_and_a_line_says_what_they_lack():
     assert any("hold no <s>" in line for line in said)
     loss = cross_entropy(logits_of(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert found.perplexity == pytest.approx(float(loss.exp()), rel=1e-5)
-    windows = held_out_windows("ids", tokenizer, 290, 16, ids.tolist())
+    windows = held_out_of(tokenizer, ids.tolist())
     assert torch.equal(windows.ids, ids)
     assert windows.special is None
 

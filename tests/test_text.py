@@ -11,10 +11,12 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from permtriton import config_from, find_plan
-from permtriton.config import CalibrationConfig
+from permtriton.config import SURPLUS, CalibrationConfig
 from permtriton.data.calibration import all_windows, calibration_samples, fitted
+from permtriton.data.documents import named_documents
 from permtriton.data.held_out import held_out_windows, read_held_out
 from permtriton.data.samples import Samples
+from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.statistics import channel_norms, hessians
 from permtriton.running.layer_walk import LayerWalk, from_model
@@ -49,12 +51,16 @@ def config(source, samples=4, sequence_length=16) -> CalibrationConfig:
     return CalibrationConfig(str(source), samples, sequence_length)
 
 
-def calibration_ids(source: CalibrationConfig, *arguments: object, **options: object) -> torch.Tensor:
-    return all_windows(source, *arguments, **options).ids[: source.samples]
+def calibration_ids(source: CalibrationConfig, tokenizer, vocabulary: int, seed: int, *surplus: int) -> torch.Tensor:
+    """All sequences that are drawn with a surplus, else as many as the config says."""
+    documents = named_documents(source.calibration, column=source.text_column, split=source.split)
+    encoder = Encoder(documents, source.calibration, tokenizer, vocabulary)
+    return all_windows(source, encoder, seed, *surplus).ids[: None if surplus else source.samples]
 
 
-def held_out_ids(*arguments: object) -> torch.Tensor:
-    return held_out_windows(*arguments).ids
+def held_out_ids(source: str, tokenizer, vocabulary: int, length: int) -> torch.Tensor:
+    encoder = Encoder(named_documents(source, held_out=True), source, tokenizer, vocabulary)
+    return held_out_windows(encoder, length).ids
 
 
 def write_parquet(path, **columns):
@@ -92,8 +98,7 @@ def test_more_of_a_text_is_drawn_for_steps_that_read_it(tmp_path, further, expec
     rows = torch.arange(800).view(40, 20).tolist()
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
     wanted = config_from({"distill_further": further}, "mask,distill").surplus
-    first = all_windows(config(path), None, 1000, 0).ids
-    drawn = all_windows(config(path), None, 1000, 0, None, wanted).ids
+    first, drawn = (calibration_ids(config(path), None, 1000, 0, ratio) for ratio in (SURPLUS, wanted))
     assert torch.equal(drawn[: len(first)], first)
     assert drawn.unique().numel() == drawn.numel()
     assert len(drawn) - expected in (0, 1), "as many as are asked for, and what a document has beside them"

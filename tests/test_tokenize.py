@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from permtriton.data import tokenize
-from permtriton.data.special_tokens import NONE
 from permtriton.data.tokenize import Encoder, pieces
 from permtriton.errors import CalibrationError
 
@@ -20,7 +19,7 @@ def tokenizer():
 
 
 def token_ids(text, tokenizer, source="a.txt"):
-    return Encoder([text], source, tokenizer, 10**6, NONE).one(0)
+    return Encoder([text], source, tokenizer, 10**6, "none").one(0)
 
 
 @settings(derandomize=True, database=None, deadline=None)

@@ -11,7 +11,9 @@ from safetensors.torch import save_file
 from permtriton.config import CalibrationConfig
 from permtriton.data.calibration import all_windows
 from permtriton.data.check_samples import vocabulary_of
+from permtriton.data.documents import named_documents
 from permtriton.data.held_out import held_out_windows
+from permtriton.data.tokenize import Encoder
 from permtriton.model.load import load_empty_model, load_original
 from permtriton.model.source import Source
 from permtriton.model.tokenizer import load_tokenizer
@@ -60,8 +62,8 @@ def calibration_file(work: Path, model: Path, text: Path, samples: int, length: 
     path = work / f"calibration-{text.stem}-{samples}x{length}-seed{seed}.safetensors"
     if not path.is_file():
         config = CalibrationConfig(str(text), samples, length)
-        tokenizer, vocabulary = _tokenizer(model)
-        save_file({"input_ids": all_windows(config, tokenizer, vocabulary, seed).ids[:samples]}, path)
+        encoder = Encoder(named_documents(str(text)), str(text), *_tokenizer(model))
+        save_file({"input_ids": all_windows(config, encoder, seed).inputs["input_ids"][:samples]}, path)
     return path
 
 
@@ -69,8 +71,8 @@ def held_out_file(work: Path, model: Path, text: Path, window: int) -> Path:
     """Returns a file of all windows of a text, int64 ``[windows, window]``, that do not overlap."""
     path = work / f"{text.stem}-{window}.safetensors"
     if not path.is_file():
-        tokenizer, vocabulary = _tokenizer(model)
-        save_file({"input_ids": held_out_windows(str(text), tokenizer, vocabulary, window).inputs["input_ids"]}, path)
+        encoder = Encoder(named_documents(str(text), held_out=True), str(text), *_tokenizer(model))
+        save_file({"input_ids": held_out_windows(encoder, window).inputs["input_ids"]}, path)
     return path
 
 

@@ -37,9 +37,8 @@ from benchmarks.rotation.measured import Measured
 from benchmarks.rotation.search import Part, Variant, ordered, search, share_lost, start_of
 from benchmarks.rotation.turn import fold_gains, in_full_precision, turn_heads, turn_stream
 from permtriton.config import CalibrationConfig
-from permtriton.data.calibration import all_windows
-from permtriton.data.check_samples import vocabulary_of
-from permtriton.data.held_out import held_out_windows
+from permtriton.data.calibration import calibration_samples
+from permtriton.data.held_out import read_held_out
 from permtriton.demo import FOLDER
 from permtriton.model.load import load_original
 from permtriton.model.name import DEMO
@@ -84,10 +83,13 @@ class Experiment:
         folder = FOLDER if args.model == DEMO else Path(args.model)
         texts = [str(args.texts / name) for name in ("valid.txt", "test.txt")] if args.texts else [DEMO, DEMO]
         self.dense, tokenizer = load_original(Source(str(folder)))
-        vocabulary = vocabulary_of(self.dense)
         calibration = CalibrationConfig(texts[0], args.samples, args.sequence_length)
-        self.ids = all_windows(calibration, tokenizer, vocabulary, seed).ids[: args.samples]
-        self.held_out = held_out_windows(texts[1], tokenizer, vocabulary, 1024).inputs["input_ids"][: args.windows]
+        drawn, _ = calibration_samples(
+            permtriton.CompileConfig(calibration=calibration, seed=seed), tokenizer, self.dense
+        )
+        held_out, _ = read_held_out("", texts[1], tokenizer, self.dense, 1024, args.windows)
+        assert held_out is not None
+        self.ids, self.held_out = drawn.inputs["input_ids"], held_out.inputs["input_ids"]
 
     @cached_property
     def measured(self) -> Measured:

@@ -7,20 +7,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
 
 from permtriton.config import OF_TEXT, SURPLUS, CalibrationConfig, CommonConfig
-from permtriton.data.check_samples import check_samples, vocabulary_of
+from permtriton.data.check_samples import vocabulary_of
 from permtriton.data.documents import Documents, named_documents
-from permtriton.data.in_memory import documents_of, name_of, tensors_of
-from permtriton.data.media import MEDIA_INPUTS, Processor, is_media, stored_samples
+from permtriton.data.in_memory import documents_of, name_of
+from permtriton.data.media import MEDIA_INPUTS, Processor, is_media, tensors_of
 from permtriton.data.samples import Samples
-from permtriton.data.special_tokens import special_tokens_around
 from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.model.core import divides_text
 from permtriton.model.forward import check_length, max_tokens
-from permtriton.model.seq2seq import samples_of
+from permtriton.model.seq2seq import end_token
 from permtriton.util import ranks
 from permtriton.util.progress import Progress
 
@@ -32,14 +32,16 @@ def calibration_samples(
     tokenizer: Processor | None,
     model: PreTrainedModel,
     data: Any = None,
-    most: int | None = None,
+    overrides: Container[str] = (),
 ) -> tuple[Samples, Config]:
     """Draws calibration samples, with the remaining sequences of a text as ``surplus``.
 
     Args:
         data: data in memory, as `permtriton.data.in_memory.selected` returns them; None to read what the config names.
-            Texts and lists of token ids are joined and cut into sequences; tensors are samples as they are.
-        most: number of rows to take of tensors in memory; None for all, or for the config's number of a DataLoader.
+            Texts and lists of token ids are joined and cut into sequences. Tensors are samples already, and the first
+            ``samples`` rows are taken.
+        overrides: names of the options that the user set; without ``samples``, all rows of tensors are taken, but not
+            all of a DataLoader.
 
     Returns:
         The samples, and the config with the name of ``data`` and the number and length of its rows.
@@ -52,7 +54,10 @@ def calibration_samples(
         return _drawn(config, tokenizer, model, documents), config
     if calibration.one_document:
         raise ConfigError("`one_document=true` has no effect on samples in memory, which are taken as they are")
-    samples = tensors_of(data, model, most, calibration.samples)
+    needed = calibration.samples if "samples" in overrides else None
+    samples = tensors_of(data, model, calibration.samples if isinstance(data, DataLoader) else needed)
+    if needed is not None:
+        _check_count("data", len(samples), needed)
     length = samples.longest if samples.is_text else calibration.sequence_length
     return samples, replace(config, calibration=replace(calibration, samples=len(samples), sequence_length=length))
 
@@ -60,35 +65,45 @@ def calibration_samples(
 def _drawn(
     config: CommonConfig, tokenizer: Processor | None, model: PreTrainedModel, documents: Documents | None = None
 ) -> Samples:
-    source, count = config.calibration.calibration, config.calibration.samples
+    calibration, count = config.calibration, config.calibration.samples
+    source = calibration.calibration
     if is_media(model, source):
         for name in OF_TEXT:
-            if value := getattr(config.calibration, name):
+            if value := getattr(calibration, name):
                 raise ConfigError(
                     f"`{name}={value}` has no effect on {source}, which is no text: leave it out, or the protocol that "
                     "sets it"
                 )
-        stored = stored_samples(source, model)
-        if len(stored) < count:
-            raise CalibrationError(
-                f"{source} holds {len(stored)} samples, but {count} are needed: lower `samples=`, or add more"
-            )
+        stored = tensors_of(source, model)
+        _check_count(source, len(stored), count)
         order = torch.randperm(len(stored), generator=torch.Generator().manual_seed(config.seed))
-        surplus = stored[order[count:]] if len(stored) > count and stored.is_text else None
-        return check_samples(model, replace(stored[order[:count]], surplus=surplus))
-    check_length(model, config.calibration.sequence_length)
-    windows = all_windows(
-        config.calibration, tokenizer, vocabulary_of(model), config.seed, documents, config.surplus,
-        halves=divides_text(model),
-    )  # fmt: skip
-    surplus = samples_of(model, windows[count:]) if len(windows) > count else None
-    return replace(samples_of(model, windows[:count]), surplus=surplus)
+        drawn = stored[order if stored.is_text else order[:count]]
+    else:
+        check_length(model, calibration.sequence_length)
+        if documents is None:
+            documents = named_documents(source, column=calibration.text_column, split=calibration.split)
+        vocabulary, halves = vocabulary_of(model), divides_text(model)
+        encoder = Encoder(documents, source, tokenizer, vocabulary, calibration.special_tokens, halves)
+        drawn = all_windows(calibration, encoder, config.seed, config.surplus)
+    return replace(drawn[:count], surplus=drawn[count:] if len(drawn) > count else None)
+
+
+def _check_count(source: str, count: int, needed: int) -> None:
+    if count < needed:
+        raise CalibrationError(
+            f"{source} holds {count} samples, but {needed} are needed: lower `samples=`, or give more"
+        )
+
+
+def stand_in(config: CalibrationConfig, model: PreTrainedModel) -> Tensor:
+    """Returns token ids in the shape of calibration text, for a forecast without the text."""
+    return torch.full((config.samples, config.sequence_length), end_token(model) or 0)
 
 
 def fitted(
     config: CalibrationConfig, overrides: Container[str], model: PreTrainedModel, progress: Progress
 ) -> CalibrationConfig:
-    """Returns ``config`` with a sequence length that the model can take, unless the user gave it (``overrides``)."""
+    """Returns ``config`` with a sequence length that the model can take, unless the user set it (``overrides``)."""
     if "sequence_length" in overrides and model.main_input_name in MEDIA_INPUTS:
         raise ConfigError(
             f"`sequence_length={config.sequence_length}` has no effect on a {type(model).__name__}, which reads no "
@@ -101,47 +116,28 @@ def fitted(
     return replace(config, sequence_length=limit)
 
 
-def all_windows(
-    config: CalibrationConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocabulary: int,
-    seed: int,
-    documents: Documents | None = None,
-    surplus: int = SURPLUS,
-    *,
-    halves: bool = False,
-) -> Samples:
+def all_windows(config: CalibrationConfig, encoder: Encoder, seed: int, surplus: int = SURPLUS) -> Samples:
     """Encodes calibration text, and draws all its sequences in random order.
 
     Args:
-        tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
-        documents: Documents in memory, which the source then only names; None to read those of the source.
-        surplus: About the ratio of encoded to wanted tokens, if there is enough text; at least `SURPLUS`. The first
-            sequences do not depend on it.
-        halves: Whether the model is an encoder-decoder, each row of which holds two sequences.
+        surplus: about how many tokens are encoded per token that is needed, if there is enough text; at least
+            `SURPLUS`. The first sequences do not depend on it.
 
     Returns:
         At least ``samples`` rows of ``sequence_length`` tokens: windows that do not overlap, each with the special
             tokens that the tokenizer puts around a text. With ``one_document``, windows may overlap, and there are
             exactly ``samples``.
     """
-    source = config.calibration
-    if documents is None:
-        documents = named_documents(source, column=config.text_column, split=config.split)
-    special = special_tokens_around(documents, tokenizer, config.special_tokens, halves=halves)
-    encoder = Encoder(documents, source, tokenizer, vocabulary, special)
     length = encoder.special.room(config.sequence_length, "sequence_length")
     if config.one_document:
-        rows = _one_document_each(config, encoder, length, seed)
-    else:
-        rows = _mixed_windows(config, encoder, length, seed, surplus)
-    return encoder.samples(rows)
+        return encoder.samples(_one_document_each(config, encoder, length, seed))
+    return encoder.samples(_mixed_windows(config, encoder, length, seed, surplus))
 
 
 def _mixed_windows(config: CalibrationConfig, encoder: Encoder, length: int, seed: int, surplus: int) -> Tensor:
     """Returns windows of documents that are joined in random order, int64 ``[at least samples, length]``."""
     generator, tokens = torch.Generator().manual_seed(seed), config.samples * length
-    cut_off = length if surplus > SURPLUS else 0  # tokens that both parts lose as remainders
+    cut_off = length if surplus > SURPLUS else 0  # for the tokens that remain when two parts are cut into windows
     stream, ends = encoder.stream(surplus * tokens + cut_off, generator)
     end = next((end for end in ends if end >= SURPLUS * tokens), ends[-1])  # end of the part that is shuffled
     windows = end // length

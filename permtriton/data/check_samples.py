@@ -1,4 +1,4 @@
-"""Checks samples, token ids among them, before a model is called with them."""
+"""Checks samples before a model is called with them."""
 
 import inspect
 from dataclasses import replace
@@ -27,20 +27,17 @@ def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
 
 
 def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
-    """Returns samples that a caller made, labels included, after checking that the model can take them."""
+    """Returns samples, labels included, after checking that the model can take them; token ids become int64."""
     samples = Samples.of(inputs)
-    wide = {
-        name: values.long() if name in OF_IDS and not values.is_floating_point() else values
-        for name, values in samples.inputs.items()
-    }
-    samples = replace(samples, inputs=wide)
+    ids = {name: values for name, values in samples.inputs.items() if name in OF_IDS and not values.is_floating_point()}
+    samples = replace(samples, inputs={**samples.inputs, **{name: values.long() for name, values in ids.items()}})
     reader = model if core_of(model) is model else model.base_model
     parameters = inspect.signature(reader.forward).parameters.values()
     taken = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     made = {"labels"} if divides_text(model) else set[str]()
     made |= {DECODER_IDS} if takes_decoder_ids(model) else set()
     unknown = [name for name in samples.inputs if name not in (*taken, *made)]
-    if taken and unknown:  # a wrapper may hand on all arguments
+    if taken and unknown:  # without names of arguments, it passes all of them on
         raise CalibrationError(f"{unknown[0]} is no argument of {type(reader).__name__}: it takes {', '.join(taken)}")
     for name, values in samples.inputs.items():
         if name in OF_IDS:
@@ -62,9 +59,9 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
     return samples
 
 
-def line_of_ids_without(samples: Samples | None, tokenizer: Processor | None) -> str:
+def line_of_ids_without(samples: Samples, tokenizer: Processor | None) -> str:
     """Returns a warning if a user's token ids lack the token that the tokenizer puts before a text; else empty."""
-    ids = None if samples is None or samples.special is not None else samples.inputs.get("input_ids")
+    ids = None if samples.special is not None else samples.inputs.get("input_ids")
     if ids is None or not (special := special_tokens_of(tokenizer)).before or bool((ids == special.before[0]).any()):
         return ""
     name = tokenizer_of(tokenizer).convert_ids_to_tokens(special.before[0])
@@ -75,9 +72,9 @@ def line_of_ids_without(samples: Samples | None, tokenizer: Processor | None) ->
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Returns the number of token ids that the model knows: the rows of its embedding, or of the smallest of several.
+    """Returns how many token ids a model knows: the number of rows of its smallest embedding.
 
-    Some models, such as those of characters or of speech, name no embedding; then it is the config's ``vocab_size``.
+    If the model names no embedding, as some models of characters or of speech, it is the config's ``vocab_size``.
     """
     try:
         embedding = embedding_of(model)

@@ -1,4 +1,4 @@
-"""Documents from the columns of a table, which is a file, a dataset on the hub or one in memory."""
+"""Documents from the columns of a table: of a file, or of a dataset on the hub or in memory."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,12 @@ COLUMNS = ("input_ids", "text", "messages", "conversations")  # the last two hol
 
 @dataclass(frozen=True)
 class Pairs(Sequence[Any]):
-    """Documents that are made of two columns, each when it is read."""
+    """Documents that are made of two columns, each document when it is read."""
 
     documents: Sequence[Any]
     others: Sequence[Any]
     source: str
-    joined: Callable[[Any, Any, str], Any]  # of a value of each column, and the place for errors
+    joined: Callable[[Any, Any, str], Any]  # values of both columns, and their place for errors -> document
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -40,13 +40,13 @@ def _with_tools(messages: Any, tools: Any, place: str) -> Any:
 
 
 class Conversation(list[Mapping[str, Any]]):
-    """Messages, and the schemas of the tools that the chat template describes before them."""
+    """Messages, with the schemas of the tools that the chat template describes before the messages."""
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], tools: Any, place: str) -> None:
         super().__init__(messages)
         listed = tools or []
         if isinstance(listed, str):
-            with suppress(ValueError):  # text that is not JSON is refused below, as all that is no list
+            with suppress(ValueError):  # text that is not JSON is refused below, because it is no list
                 listed = json.loads(listed) or []
         if not isinstance(listed, list) or not all(isinstance(schema, Mapping) for schema in listed):
             raise CalibrationError(
@@ -57,7 +57,7 @@ class Conversation(list[Mapping[str, Any]]):
 
 
 def _without_nulls(value: Any) -> Any:
-    """Returns a schema without keys of value None: a typed column gives each row the keys of all rows."""
+    """Returns a schema without keys of value None: in a typed column, each row has the keys of all rows."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

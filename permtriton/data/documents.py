@@ -1,4 +1,4 @@
-"""Reads the documents of a text: the embedded one, a dataset on the hub, or a local file."""
+"""Reads the documents of a text: the demo's, a dataset on the hub, or a local file."""
 
 import json
 import os
@@ -45,9 +45,9 @@ def named_documents(source: str, *, held_out: bool = False, column: str = "", sp
 
     Args:
         source: ``demo``, a key of `HUB_DATASETS` or `HUB_EVALUATION`, a dataset on the hub, or a local file.
-        held_out: whether they are to be measured on, not to calibrate on.
+        held_out: whether models are measured on them; if not, models are calibrated on them.
         column: column of a table that holds them; empty for the first of `permtriton.data.columns.COLUMNS`.
-        split: part of a dataset on the hub; empty for its part of training or, held out, of testing.
+        split: part of a dataset on the hub; empty for its part ``train`` or, for held-out text, ``test``.
     """
     hub, joined = (HUB_EVALUATION, EVALUATION_JOINED) if held_out else (HUB_DATASETS, JOINED)
     if split and source not in hub and not _is_dataset(source):
@@ -100,12 +100,15 @@ def _from_hub(name: str, arguments: dict) -> "Dataset":
 
 
 def _is_dataset(source: str) -> bool:
-    """Whether a name can only be that of a dataset on the hub: it has an owner and no file suffix, and is no file."""
+    """Whether a name can only be that of a dataset on the hub: it has an owner, has no file suffix and is no path."""
     return is_hub_name(source) and "/" in source and Path(source).suffix not in SUFFIXES
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file: one per line, a single one, or an array; a text becomes ``{"text": text}``."""
+    """Returns the objects of a file, which has one per line, a single one, or an array of objects or texts.
+
+    A text in an array, or a single text, becomes ``{"text": text}``.
+    """
     text, rows = path.read_text(encoding=UTF_8), list[dict[str, Any]]()
     with suppress(ValueError):  # not a single JSON value: read by lines
         whole = json.loads(text)

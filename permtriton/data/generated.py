@@ -1,6 +1,6 @@
 """Text that the dense model generates: further samples for the steps that fit a pruned model to the dense one.
 
-These steps need no labels but the dense model's outputs, so text of its own can serve, in any amount.
+The only labels of these steps are the dense model's outputs, so any text serves, and the model writes any amount.
 """
 
 from math import ceil, exp
@@ -21,7 +21,7 @@ from permtriton.util.progress import Advance, Progress
 
 BEGINNING = 8  # ratio of a text's length to that of its beginning, which is calibration text
 KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
-AT_ONCE = 4 * 2**30  # most bytes that are kept for texts written together; a single text may take more
+AT_ONCE = 4 * 2**30  # most bytes in memory for texts that are written together; a single text may take more
 
 
 def generation_refusal(model: PreTrainedModel, samples: Samples) -> str:
@@ -37,7 +37,7 @@ def generation_refusal(model: PreTrainedModel, samples: Samples) -> str:
 
 
 def written(count: int) -> int:
-    """Returns how many texts are written so that ``count`` are kept."""
+    """Returns how many texts the model writes so that ``count`` are kept."""
     return ceil(count / KEPT)
 
 
@@ -76,13 +76,14 @@ def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:
 def generated_text(
     model: PreTrainedModel, starts: Tensor, count: int, tokens: int, seed: int, progress: Progress
 ) -> Tensor:
-    """Writes texts with keys and values cached, at temperature 1, and leaves out those of the highest perplexity.
+    """Writes texts at temperature 1, with a cache of keys and values; leaves out those of the highest perplexity.
 
-    Up to rounding, a text depends only on its beginning, the seed and its number, not on how many are written together
-    or on the number of ranks, which share the texts.
+    Up to rounding, a text depends only on its beginning, the seed and its number, not on how many texts are written
+    together or on the number of ranks, which share the texts.
 
     Args:
         starts: first tokens of the texts, int64 ``[texts, first tokens]``.
+
     Returns:
         int64 ``[count, tokens]``, on the CPU.
     """

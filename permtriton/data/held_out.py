@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from permtriton.data.check_samples import check_inputs, line_of_ids_without, vocabulary_of
-from permtriton.data.documents import Documents, named_documents
-from permtriton.data.in_memory import Data, documents_of, is_named, name_of, tensors_of
-from permtriton.data.media import is_media, stored_samples
+from permtriton.data.documents import named_documents
+from permtriton.data.in_memory import Data, documents_of, is_named, name_of
+from permtriton.data.media import is_media, tensors_of
 from permtriton.data.samples import Inputs, Samples
-from permtriton.data.special_tokens import special_tokens_around
 from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, shown
 from permtriton.model.core import check_towers, divides_text
@@ -35,16 +34,38 @@ def read_held_out(
 
     Args:
         model_name: name of the model; the demo model is evaluated on the demo text by default.
-        data: demo, wikitext2, c4, a file, or the text none for no samples; or what
-            `permtriton.data.in_memory.documents_of` and `tensors_of` take. None for the default, which may be missing.
+        data: what `permtriton.evaluate` takes as ``eval_data``; of datasets, what
+            `permtriton.data.in_memory.selected` returns. None for the default text, which may be missing.
         window: tokens per window; None for `EVALUATION_TOKENS`, or the model's limit if that is lower.
+        count: number of windows or other samples to take, the first ones; None for all.
     """
     if count is not None and (type(count) is not int or count < 1):
         raise ConfigError(f"`eval_windows=` is {shown(count)}: expected a number of windows, at least 1")
-    windows, name = _all_windows(model_name, data, tokenizer, model, window, special_tokens)
-    if progress is not None and (line := line_of_ids_without(windows, tokenizer)):
+    if isinstance(data, str) and data == "none":
+        _refuse_window(window, "with `eval_data=none`")
+        return None, "turned off"
+    check_towers(model)
+    if data is None and model.main_input_name != "input_ids":
+        return None, f"{type(model).__name__} has no default text; name held-out data to compare the hidden states on"
+    is_default = data is None
+    data = (DEMO if model_name == DEMO else "wikitext2") if data is None else data
+    name, documents = name_of(data), None if is_named(data) else documents_of(data)
+    no_text = is_media(model, name) if is_named(data) else documents is None
+    if no_text:
+        _refuse_window(window, f"on {name}, which is no text")
+        samples = tensors_of(data, model)
+    else:
+        length, vocabulary, halves = _window_of(model, window), vocabulary_of(model), divides_text(model)
+        try:
+            documents = named_documents(name, held_out=True) if documents is None else documents
+            samples = held_out_windows(Encoder(documents, name, tokenizer, vocabulary, special_tokens, halves), length)
+        except (CalibrationError, MissingExtraError) as error:
+            if not is_default:
+                raise
+            return None, str(error)
+    if progress is not None and (line := line_of_ids_without(samples, tokenizer)):
         progress.say(line)
-    return windows if windows is None or count is None else windows[:count], name
+    return samples[:count], name
 
 
 def prepared(model: PreTrainedModel, inputs: Inputs) -> Samples:
@@ -52,65 +73,18 @@ def prepared(model: PreTrainedModel, inputs: Inputs) -> Samples:
     return with_tokens(model, check_inputs(model, inputs))
 
 
-def _all_windows(
-    model_name: str, data: Data | None, tokenizer: Any, model: Any, window: int | None, special_tokens: str
-) -> tuple[Samples | None, str]:
-    if isinstance(data, str) and data == "none":
-        _refuse_window(window, "with `eval_data=none`")
-        return None, "turned off"
-    check_towers(model)
-    if model.main_input_name != "input_ids" and data is None:
-        return None, f"{type(model).__name__} has no default text; name held-out data to compare the hidden states on"
-    documents, name = None, name_of(data)
-    if data is None:
-        name = DEMO if model_name == DEMO else "wikitext2"
-    elif not is_named(data):
-        documents = documents_of(data)
-        if documents is None:
-            _refuse_window(window, "on samples in memory")
-            return tensors_of(data, model), name
-    elif is_media(model, name):
-        _refuse_window(window, f"on {name}, which is no text")
-        return stored_samples(name, model), name
-    length = _window_of(model, window)
-    try:
-        windows = held_out_windows(
-            name, tokenizer, vocabulary_of(model), length, documents,
-            halves=divides_text(model), special_tokens=special_tokens,
-        )  # fmt: skip
-        return windows, name
-    except (CalibrationError, MissingExtraError) as error:
-        if data is not None:
-            raise
-        return None, str(error)
-
-
-def held_out_windows(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocabulary: int,
-    sequence_length: int,
-    documents: Documents | None = None,
-    *,
-    halves: bool = False,
-    special_tokens: str = "auto",
-) -> Samples:
+def held_out_windows(encoder: Encoder, sequence_length: int) -> Samples:
     """Returns held-out text as consecutive windows, each with the special tokens that surround a text.
 
     Args:
-        source: ``demo``, ``wikitext2``, ``c4`` or a local file.
-        sequence_length: Tokens per window; a shorter text gives one shorter window.
+        sequence_length: tokens per window; a shorter text gives one shorter window.
     """
-    if documents is None:
-        documents = named_documents(source, held_out=True)
-    special = special_tokens_around(documents, tokenizer, special_tokens, halves=halves)
-    encoder = Encoder(documents, source, tokenizer, vocabulary, special)
     length = encoder.special.room(sequence_length, "window")
     stream, _ = encoder.stream()
     length = min(length, stream.numel())
     if length + len(encoder.special) < 2:
-        raise CalibrationError(f"{source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
-    rows = stream[: stream.numel() // length * length].view(-1, length)[: EVALUATION_WINDOWS.get(source)]
+        raise CalibrationError(f"{encoder.source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
+    rows = stream[: stream.numel() // length * length].view(-1, length)[: EVALUATION_WINDOWS.get(encoder.source)]
     return encoder.samples(rows)
 
 

@@ -1,12 +1,15 @@
-"""Samples that are stored as tensors in a file, for models of images or sound, or for any other."""
+"""Samples that are made of tensors, in a file or in memory: for models of images or sound, or for any other."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from permtriton.data.in_memory import is_named
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, reading
 from permtriton.model.core import takes_decoder_ids
@@ -18,31 +21,55 @@ Processor = Any  # a tokenizer, processor, image processor or feature extractor 
 
 
 def is_media(model: PreTrainedModel, source: str) -> bool:
-    """Whether samples come from this module: the model reads images or sound, or the source holds tensors."""
+    """Returns whether named data hold no text: the model reads images or sound, or the source is a file of tensors."""
     return model.main_input_name in MEDIA_INPUTS or source.endswith(TENSORS)
 
 
-def stored_samples(source: str, model: PreTrainedModel) -> Samples:
-    """Returns the samples of a ``.safetensors`` file.
+def tensors_of(data: Any, model: PreTrainedModel, most: int | None = None) -> Samples:
+    """Returns samples that are made of tensors: one row of each tensor per sample.
 
-    Its tensors have the names of arguments of the model's ``forward``, and one row per sample.
+    Labels are left out, except for encoder-decoders, which read them; so is an attention mask of ones.
+
+    Args:
+        data: tensor of the model's main input (token ids, int64 ``[samples, tokens]``); tensors by the names of
+            arguments of the model's ``forward``, in memory or in a ``.safetensors`` file; or a loader of batches.
+        most: number of samples to take, the first ones; None for all.
     """
+    if isinstance(data, Samples):
+        return data[:most]
+    if isinstance(data, DataLoader):
+        return _of_loader(data, model, most)
+    if is_named(data):
+        data = _stored(str(data), model)
+    with reading("data cannot be made into tensors", CalibrationError):
+        named = data if isinstance(data, Mapping) else {model.main_input_name: data}
+        tensors = {name: torch.as_tensor(values) for name, values in named.items()}
+    if not takes_decoder_ids(model):
+        tensors.pop("labels", None)
+    if (mask := tensors.get("attention_mask")) is not None and bool((mask == 1).all()):
+        del tensors["attention_mask"]
+    return Samples(tensors)[:most]
+
+
+def _stored(source: str, model: PreTrainedModel) -> dict[str, Tensor]:
     if not source.endswith(TENSORS):
         raise CalibrationError(
             f"{source} is no {TENSORS} file, but {type(model).__name__} reads {model.main_input_name}: give a "
             f"{TENSORS} file with {model.main_input_name}, a row per sample, or in Python a tensor or DataLoader"
         )
     with reading(f"{source} cannot be read", CalibrationError):
-        return tensor_samples(model, load_file(source))
+        return load_file(source)
 
 
-def tensor_samples(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Samples:
-    """Returns samples of tensors without labels, which only encoder-decoders read, and without a mask of ones."""
-    labels = takes_decoder_ids(model)
-    return Samples(
-        {
-            name: values
-            for name, values in tensors.items()
-            if (labels or name != "labels") and not (name == "attention_mask" and bool((values == 1).all()))
-        }
-    )
+def _of_loader(loader: DataLoader, model: PreTrainedModel, most: int | None) -> Samples:
+    """Returns the first ``most`` samples of a loader; of batches that are tuples or lists, labels follow the inputs."""
+    batches = list[Samples]()
+    for batch in loader:
+        batches.append(tensors_of(batch[0] if isinstance(batch, list | tuple) else batch, model))
+        if most is not None and sum(map(len, batches)) >= most:
+            break
+    if not batches:
+        raise CalibrationError("the DataLoader gave no batch: give one that has data")
+    advice = "give samples of one length, without padding"
+    with reading(f"the batches of the DataLoader cannot be joined ({advice})", CalibrationError):
+        return batches[0].joined(*batches[1:])[:most]

@@ -1,4 +1,4 @@
-"""What a model is called with, whatever its kind: token ids, images, sound, or several tensors together."""
+"""What a model is called with: token ids, images, sound, or several tensors together."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ class Samples:
         longest: positions per sample of the encoder's states or of the last hidden state, whichever has more; known
             when ``tokens`` is known.
         surplus: further samples of the same text, none of which is among these; None where there are none.
-        special: the special tokens that were put around each sequence; None if a user made the token ids.
+        special: the special tokens around each sequence; None if a user made the token ids.
     """
 
     inputs: Mapping[str, Tensor]
@@ -48,7 +48,7 @@ class Samples:
 
     @classmethod
     def of(cls, inputs: "Inputs") -> "Samples":
-        """Returns samples from token ids (int64 ``[samples, tokens]``), or from a mapping like ``inputs``."""
+        """Returns samples of token ids (int64 ``[samples, tokens]``), or of a mapping like ``inputs``."""
         if isinstance(inputs, Samples):
             return inputs
         return cls({"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs))
@@ -65,7 +65,7 @@ class Samples:
 
     @property
     def counted(self) -> slice:
-        """The positions of the last hidden state that are measured: no special tokens around the text or labels."""
+        """The positions of the last hidden state that are measured: all but special tokens around text or labels."""
         special = self.special or NONE
         inner = special if special.labels is None else special.labels
         return slice(len(inner.before), -len(inner.after) or None)
@@ -80,11 +80,11 @@ class Samples:
 
     def __getitem__(self, rows: Tensor | slice) -> "Samples":
         """Returns the samples with these numbers, int64 ``[...]`` on any device, or those of a slice."""
-
-        def taken(tensor: Tensor) -> Tensor:
-            return tensor[rows.to(tensor.device, non_blocking=True) if isinstance(rows, Tensor) else rows]
-
-        return replace(self, inputs={name: taken(tensor) for name, tensor in self.inputs.items()}, surplus=None)
+        inputs = {
+            name: tensor[rows.to(tensor.device, non_blocking=True) if isinstance(rows, Tensor) else rows]
+            for name, tensor in self.inputs.items()
+        }
+        return replace(self, inputs=inputs, surplus=None)
 
     def split(self, size: int) -> Iterator["Samples"]:
         for start in range(0, len(self), size):
@@ -92,13 +92,11 @@ class Samples:
 
     def joined(self, *others: "Samples") -> "Samples":
         """Returns these samples and then others with the same arguments."""
-        parts = [samples.inputs for samples in (self, *others)]
-        return replace(
-            self, inputs={name: torch.cat([part[name] for part in parts]) for name in self.inputs}, surplus=None
-        )
+        inputs = {name: torch.cat([part.inputs[name] for part in (self, *others)]) for name in self.inputs}
+        return replace(self, inputs=inputs, surplus=None)
 
     def start(self, samples: int, tokens: int) -> "Samples":
-        """Returns the first samples; of text, at most ``tokens`` tokens of each, as `start_of` takes them."""
+        """Returns the first samples; each sample of text is cut to at most ``tokens`` tokens, as by `start_of`."""
         first = self[:samples]
         if not self.is_text:
             return first
@@ -106,11 +104,8 @@ class Samples:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Samples":
         """Returns the samples on a device; floating-point tensors in ``dtype``, unless that is None."""
-        moved = {
-            name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in self.inputs.items()
-        }
-        return replace(self, inputs=moved)
+        inputs = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in self.inputs.items()}
+        return replace(self, inputs=inputs)
 
     @property
     def sha256(self) -> str:
@@ -127,7 +122,7 @@ class Samples:
 
 
 def start_of(rows: Tensor, tokens: int) -> Tensor:
-    """Returns rows ``[rows, tokens]`` cut to at most ``tokens`` tokens: the first ones of a row, then its last two.
+    """Returns rows ``[rows, tokens]`` cut to at most ``tokens`` tokens: the first tokens of a row, then its last two.
 
     The last two may be an end token, whose hidden state is all that some heads read, and a language token.
     """

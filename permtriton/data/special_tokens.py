@@ -1,6 +1,5 @@
-"""The special tokens that a tokenizer puts around a text, such as <bos> before it, as when users run the model."""
+"""The special tokens, such as <bos>, that a tokenizer puts around a text when a user runs the model on the text."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from permtriton.model.tokenizer import tokenizer_of, unchanged
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The special tokens around each sequence that is cut out of a text; none by default."""
+    """The special tokens around each sequence that is cut out of a text; by default there are none."""
 
     before: tuple[int, ...] = ()  # ids before the text
     after: tuple[int, ...] = ()  # ids after the text
@@ -53,7 +52,7 @@ class SpecialTokens:
         return torch.cat([before, rows, after], 1)
 
     def bare(self, ids: Tensor) -> Tensor:
-        """Returns ids without the special tokens that a document itself begins or ends with, as formatted chats do."""
+        """Returns ids without the special tokens that the document itself begins or ends with, as a formatted chat."""
         size, end = len(self.before), len(self.end)
         ids = ids[size:] if tuple(ids[:size].tolist()) == self.before else ids
         return ids[:-end] if end and tuple(ids[-end:].tolist()) == self.end else ids
@@ -72,29 +71,21 @@ def special_tokens_of(tokenizer: Any, choice: str = "auto", *, halves: bool = Fa
     if choice == "none" or tokenizer is None:
         return NONE
     with reading("the model's tokenizer does not tokenize", CalibrationError), unchanged(tokenizer):
-        special = _found(tokenizer, "text")
+        special = _around_text(tokenizer, "text")
         if not halves:
             return special
-        labels = _found(tokenizer, "text_target")
+        labels = _around_text(tokenizer, "text_target")
     if not special and not labels:
         return special
-    same = (labels.before, labels.after) == (special.before, special.after)
-    words = special.words.replace("each", "each half", 1)
-    if not same:
+    if (labels.before, labels.after) == (special.before, special.after):
+        words = special.words.replace("each", "each half", 1)
+    else:
         words = f"{special.words}, its labels {labels.words.removeprefix('each ')}"
     return replace(special, labels=labels, words=words)
 
 
-def special_tokens_around(
-    documents: Sequence[Any], tokenizer: Any, choice: str, *, halves: bool
-) -> SpecialTokens | None:
-    """Returns the special tokens around each sequence; None if documents are token ids, which are used unchanged."""
-    first = documents[0] if len(documents) else ""
-    is_text = isinstance(first, str) or (isinstance(first, list | tuple) and any(isinstance(m, Mapping) for m in first))
-    return special_tokens_of(tokenizer, choice, halves=halves) if is_text else None
-
-
-def _found(tokenizer: Any, argument: str) -> SpecialTokens:
+def _around_text(tokenizer: Any, argument: str) -> SpecialTokens:
+    """Returns the special tokens around a text that is given as ``argument`` of the tokenizer's call."""
     whole, bare = (tokenizer(**{argument: "a text"}, add_special_tokens=flag)["input_ids"] for flag in (True, False))
     starts = range(len(whole) - len(bare) + 1)
     start = next((number for number in starts if whole[number : number + len(bare)] == bare), None)
@@ -102,14 +93,9 @@ def _found(tokenizer: Any, argument: str) -> SpecialTokens:
         return NONE
     before, after = tuple(whole[:start]), tuple(whole[start + len(bare) :])
     last = tokenizer.eos_token_id
-    end = after or (() if last is None else (last,))
-    return SpecialTokens(before, after, end, _words(tokenizer, before, after))
-
-
-def _words(tokenizer: Any, before: Sequence[int], after: Sequence[int]) -> str:
     parts = [
         f"{verb} with {' '.join(tokenizer.convert_ids_to_tokens(list(ids)))}"
         for verb, ids in (("beginning", before), ("ending", after))
         if ids
     ]
-    return f"each {' and '.join(parts)}"
+    return SpecialTokens(before, after, after or (() if last is None else (last,)), f"each {' and '.join(parts)}")

@@ -1,13 +1,15 @@
-"""Encodes documents as token ids, even texts of a length that some tokenizers cannot take."""
+"""Encodes documents as token ids, also texts that are too long for some tokenizers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from permtriton.data.documents import Documents
 from permtriton.data.samples import Samples
 from permtriton.data.special_tokens import NONE, SpecialTokens, special_tokens_of
 from permtriton.errors import CalibrationError, reading, shown
@@ -21,24 +23,33 @@ SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's names of roles
 class Encoder:
     """Encodes the documents of a source as token ids."""
 
-    documents: Sequence[Any]
+    documents: Documents
     source: str  # where the documents come from, for errors
-    tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer; may be None where the documents are token ids
+    tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer; may be None if the documents are token ids
     vocabulary: int  # number of token ids that the model knows
-    # special tokens that sequences get later, so that documents get none; if empty, each document gets instead what its
-    # tokenizer puts around a text, and an end token; None if documents are token ids, which are used unchanged
-    choice: SpecialTokens | None
+    special_tokens: str = "auto"  # the option
+    halves: bool = False  # whether each row holds two sequences, as an encoder-decoder reads them
+
+    @cached_property
+    def around(self) -> SpecialTokens | None:
+        """Special tokens around each sequence; None if the documents are token ids, which are used unchanged."""
+        first = self.documents[0] if len(self.documents) else ""
+        is_conversation = isinstance(first, list | tuple) and any(isinstance(turn, Mapping) for turn in first)
+        if not isinstance(first, str) and not is_conversation:
+            return None
+        return special_tokens_of(self.tokenizer, self.special_tokens, halves=self.halves)
 
     @property
     def special(self) -> SpecialTokens:
-        return self.choice or NONE
+        """As `around`. If empty, each text gets instead what its tokenizer puts around a text, and an end token."""
+        return self.around or NONE
 
     def samples(self, rows: Tensor) -> Samples:
         """Returns samples of text, int64 ``[rows, tokens of text]``, with the special tokens around each."""
-        return Samples({"input_ids": self._checked(self.special.around(rows))}, special=self.choice)
+        return Samples({"input_ids": self._checked(self.special.around(rows))}, special=self.around)
 
     def stream(self, limit: int | None = None, generator: torch.Generator | None = None) -> tuple[Tensor, list[int]]:
-        """Returns the ids of the documents as one stream, int64 ``[tokens]``, and where each of them ends.
+        """Returns the ids of the documents as one stream, int64 ``[tokens]``, and where each document ends.
 
         Args:
             limit: number of tokens after which no further document is encoded; None for all.
@@ -56,7 +67,7 @@ class Encoder:
         return self._checked(torch.cat(parts)), ends[1:]
 
     def one(self, number: int, *, ended: bool = True) -> Tensor:
-        """Returns the ids of a document, not yet checked; ``ended``: a text with its own special tokens ends, too."""
+        """Returns the ids of a document, not yet checked against the vocabulary; ``ended`` is as in `_text`."""
         place = f"{self.source}: document {number + 1}"
         with reading(f"{place} cannot be read", CalibrationError):
             document = self.documents[number]
@@ -76,11 +87,11 @@ class Encoder:
     def _text(self, text: str, *, ended: bool) -> Tensor:
         """Returns the ids of a text, int64 ``[tokens]``; with `special` empty, also the special tokens around it.
 
-        A text is tokenized as a whole unless `pieces` cuts it. The pieces are then joined, and the special tokens stand
-        around all of it.
+        A text is tokenized as a whole unless `pieces` cuts it. If so, the ids of the pieces are joined, and the special
+        tokens stand around all of them.
 
         Args:
-            ended: whether the end token is added behind such special tokens where the tokenizer adds none.
+            ended: whether a text with special tokens of its own also ends with the end token.
         """
         if (tokenizer := tokenizer_of(self.tokenizer)) is None:
             raise CalibrationError(
@@ -134,7 +145,7 @@ def pieces(text: str, longest_line: int = LONGEST_LINE, longest_piece: int = LON
     """Yields a text in pieces, usually in a single one.
 
     Time and memory of some tokenizers grow without limit on a long text. So a line of more than ``longest_line``
-    characters is cut before the last white space among them, where words begin, or after them if there is none; and a
+    characters is cut before the last white space among these, where words begin, or after these if there is none. A
     text of more than ``longest_piece`` characters is cut at line breaks. Only at the cuts can the tokens differ from
     those of the text as a whole.
     """

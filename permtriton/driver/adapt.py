@@ -28,14 +28,16 @@ from permtriton.util.output_files import real_path
 WEIGHTS = "adapter_model.safetensors"
 OF_PLAN = ("sparsity", "pattern", "o_proj", "skip_indivisible", "targets", "ignore")  # options that change the plan
 CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq")  # initializations that change the dense weights, too
+# tensors that PEFT adds beside a weight, which have channels
+FACTORS = ("lora_A", "lora_B", "lora_embedding_B", "lora_magnitude_vector")
 READ_STATES = ("score", "classifier", "qa_outputs", "summary")  # heads that the class of the folder's model may lack
 
 
 def adapt(adapter: Path, to: Path, output: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Writes an adapter of PEFT, trained on the dense model, for a folder ``to`` of layout ``portable``.
 
-    The columns of A, which read channels, and the rows of B, which write them, are brought into the folder's order, as
-    the weights beside them were, so that the adapter has the effect that it had on the dense model.
+    The columns of A read channels, and the rows of B write channels. Both are brought into the folder's order, as the
+    weights beside them were, so that the adapter has the effect that it had on the dense model.
 
     Returns:
         ``output``, the number of ``tensors``, and how many of them were ``reordered``.
@@ -86,7 +88,7 @@ def _settings(adapter: Path, to: Path) -> dict[str, Any]:
 class _Order:
     """The order of a compiled model's channels."""
 
-    folds: dict[str, list[Fold]]  # every name of a parameter (several if it is tied) -> its reorderings
+    folds: dict[str, list[Fold]]  # name of a parameter -> its reorderings; a tied one has several names
     transposed: set[str]  # linears and embeddings whose weight is ``[in, out]``
     prefix: str  # name of the base model in the model
     hidden: Tensor | None  # order of the last hidden state's channels; None where they did not move
@@ -122,49 +124,49 @@ class _Order:
         module, _, kind = path.removesuffix(".weight").rpartition(".")
         if module.endswith((".lora_B", ".lora_magnitude_vector")):  # a name such as ``lora_B.bias``
             module, _, kind = module.rpartition(".")
-        if kind in ("lora_A", "lora_B", "lora_embedding_B", "lora_magnitude_vector"):
-            reads = kind == "lora_A"
-            index = self._index(name, f"{module}.weight", reads=reads)
-            longest = tensor.shape.index(max(tensor.shape))
-            return self._moved(name, tensor, index, 1 if reads else longest if "magn" in kind else 0)
         if kind == "lora_embedding_A":  # its dimensions are the rank and the tokens: no channels
             return tensor
-        return self._whole(name, path, tensor)
+        if kind in FACTORS:
+            moves = self._of_factor(name, f"{module}.weight", kind, tensor)
+        else:
+            moves = self._of_parameter(name, path, tensor)
+        for index, dim in moves:
+            if tensor.ndim <= dim or tensor.shape[dim] != len(index):
+                raise ModelError(
+                    f"the adapter's {name} is {list(tensor.shape)}, expected {len(index)} channels along dimension "
+                    f"{dim}: it belongs to another model"
+                )
+            tensor = tensor.index_select(dim, index).contiguous()
+        return tensor
 
-    def _whole(self, name: str, path: str, tensor: Tensor) -> Tensor:
-        """Returns a parameter that was trained as a whole (``modules_to_save``) in the new order."""
-        parameter = resolve_name(path, self.folds, self.prefix)
-        if parameter is None and path.split(".")[-2:][0] in READ_STATES and tensor.ndim == 2:
-            return self._moved(name, tensor, self.hidden, 1)
+    def _of_factor(self, name: str, weight: str, kind: str, tensor: Tensor) -> list[tuple[Tensor, int]]:
+        """Returns the reorderings of a tensor beside a weight, each an index and a dimension: at most one.
+
+        It is that of the channels that a linear reads, or of those that a linear or an embedding writes.
+        """
+        stored, reads = self._stored(name, weight), kind == "lora_A"
+        dim = int(reads != (stored.removesuffix(".weight") in self.transposed))
+        longest = tensor.shape.index(max(tensor.shape))
+        place = 1 if reads else longest if kind == "lora_magnitude_vector" else 0
+        return [(fold.index, place) for fold in self.folds[stored] if fold.dim == dim][:1]
+
+    def _of_parameter(self, name: str, path: str, tensor: Tensor) -> list[tuple[Tensor, int]]:
+        """Returns the reorderings of a parameter that was trained as a whole (``modules_to_save``)."""
+        in_model = resolve_name(path, self.folds, self.prefix) is not None
+        if not in_model and path.split(".")[-2:][0] in READ_STATES and tensor.ndim == 2:
+            return [] if self.hidden is None else [(self.hidden, 1)]
         if tensor.ndim > 2:
             raise ModelError(
                 f"the adapter's {name} is a whole stack of weights, which cannot be reordered: train it anew"
             )
-        for fold in self.folds[self._known(name, path)]:
-            tensor = self._moved(name, tensor, fold.index, fold.dim)
-        return tensor
+        return [(fold.index, fold.dim) for fold in self.folds[self._stored(name, path)]]
 
-    def _index(self, name: str, weight: str, *, reads: bool) -> Tensor | None:
-        """Returns the order of the channels that a linear reads or writes, or that an embedding writes."""
-        stored = self._known(name, weight)
-        dim = int(reads != (stored.removesuffix(".weight") in self.transposed))
-        return next((fold.index for fold in self.folds[stored] if fold.dim == dim), None)
-
-    def _known(self, name: str, parameter: str) -> str:
+    def _stored(self, name: str, parameter: str) -> str:
+        """Returns the name that the model has for a parameter of the adapter's."""
         stored = resolve_name(parameter, self.folds, self.prefix)
         if stored is None:
             raise ModelError(f"the adapter's {name} has no place in this model: it belongs to another one")
         return stored
-
-    def _moved(self, name: str, tensor: Tensor, index: Tensor | None, dim: int) -> Tensor:
-        if index is None:
-            return tensor
-        if tensor.ndim <= dim or tensor.shape[dim] != len(index):
-            raise ModelError(
-                f"the adapter's {name} is {list(tensor.shape)}, expected {len(index)} channels along dimension {dim}: "
-                "it belongs to another model"
-            )
-        return tensor.index_select(dim, index).contiguous()
 
 
 def _indices(plan: Plan, record: Record, folder: Path) -> dict[str, Tensor]:

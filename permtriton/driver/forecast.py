@@ -15,7 +15,6 @@ import torch
 
 from permtriton.checkpoint.format import IN_8_BITS, PACKED
 from permtriton.data.generated import written
-from permtriton.driver.identity import states_beside
 from permtriton.driver.memory_forecast import Devices, refusal
 from permtriton.errors import OutputError
 from permtriton.kernels.packing import position_bits
@@ -52,7 +51,7 @@ class Forecast:
     assumed: str = ""  # the assumptions behind seconds that were not measured; empty if they were
 
     def rows(self, folder: Path | None) -> Iterator[tuple[str, str]]:
-        """Yields the name and value of each need; ``folder`` is where the output goes, None if that is not known."""
+        """Yields the name and the value of each need; ``folder`` is the output's, or None without an output."""
         memory, devices = self.memory, self.devices
         device = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
         yield "memory", f"{format_bytes(memory.peak)} on {device} at the peak; {format_bytes(devices.free)} free"
@@ -77,16 +76,14 @@ def make_forecast(
         timed: whether to estimate the time, if the memory is enough: from a run on a short sequence if the model is
             whole on such a device, else, for a GPU, from assumed speeds.
     """
-    seconds, assumed = {}, ""
     refused = refusal(memory, devices, start.config, start.sizes)
+    forward, assumed = None, ""
     if timed and not refused:
-        forward = None
         if memory.placement is DevicePlacement.WHOLE and start.model.device.type == devices.kind:
             forward = measured_pass(start)
         elif devices.kind == "cuda":
             forward, assumed = assumed_pass(start, memory, devices), ASSUMED
-        if forward is not None:
-            seconds = {stage: passes * forward for stage, passes in stage_passes(start).items()}
+    seconds = {} if forward is None else {stage: passes * forward for stage, passes in stage_passes(start).items()}
     return Forecast(memory, disk_needs(start, save_format), seconds, refused, devices, assumed)
 
 
@@ -106,14 +103,14 @@ def disk_needs(start: Planned, save_format: str | None = None) -> dict[str, int]
 
     A folder with fewer bytes per weight is made from a dense one, and for a moment both exist.
     """
-    config, sizes, resume_path = start.config, start.sizes, start.workspace.resume_path
+    config, sizes = start.config, start.sizes
     states = sum(step.state_bytes(sizes) for step in config.steps)
     dense = sizes.model + SMALL_FILES
     files = {"the output": dense}
     if (stored := _bytes_per_weight(config, sizes, save_format)) != sizes.element:
         rewritten = dense - int(sizes.pruned * (sizes.element - stored))
         files = {"the output": rewritten, "the dense folder that it is made from": dense}
-    there = sum(path.stat().st_size for path in states_beside(resume_path, config.steps)) if resume_path else 0
+    there = sum(path.stat().st_size for paths in start.workspace.states.values() for path in paths)
     return files | ({"states of interrupted runs": max(states - there, 0)} if states else {})
 
 
@@ -157,7 +154,7 @@ def measured_pass(start: Planned) -> float:
 
 
 def assumed_pass(start: Planned, memory: MemoryEstimate, devices: Devices) -> float:
-    """Returns the seconds of such a pass on GPUs with the speeds that are assumed for those that are not here."""
+    """Returns the seconds of such a pass on GPUs that are not here, at the speeds that are assumed for them."""
     sizes = start.sizes
     weights = sizes.model / sizes.element
     if not start.config.calibration.calibrate_all_experts:

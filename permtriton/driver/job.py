@@ -1,4 +1,4 @@
-"""One compilation, started by a command or a Python call: reading, running, saving and publishing."""
+"""One compilation that a command or a Python call starts: it reads, runs, saves and publishes a model."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from permtriton.arguments import CompileArgs
@@ -18,11 +17,10 @@ from permtriton.checkpoint.fp8 import check_quantizable
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.checkpoint.publishing import WEIGHTS, make_repository, upload
-from permtriton.data.calibration import calibration_samples, fitted
+from permtriton.data.calibration import calibration_samples, fitted, stand_in
 from permtriton.data.held_out import read_held_out
 from permtriton.data.in_memory import name_of
 from permtriton.driver.forecast import Forecast
-from permtriton.driver.identity import one_per_step, states_beside
 from permtriton.driver.memory_forecast import Devices
 from permtriton.driver.pipeline import compile_loaded
 from permtriton.driver.prepare import CompileInputs, begin
@@ -34,12 +32,12 @@ from permtriton.model.experts import unstacked_experts
 from permtriton.model.name import lasting_name, shown_name
 from permtriton.model.prunable import check_loaded, check_not_compiled, check_original
 from permtriton.model.rehearsal import check_made_by_config, rehearse_saving
-from permtriton.model.seq2seq import end_token
 from permtriton.model.shared import shared_linears
 from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan
 from permtriton.recipe import compile_command, with_suggested
 from permtriton.running.placement import DevicePlacement, allowed_placements
+from permtriton.running.resume import Workspace
 from permtriton.util import ranks
 from permtriton.util.output_files import real_path
 from permtriton.util.progress import Progress
@@ -53,9 +51,9 @@ class DryRun:
         plan: sites and channel spaces.
         forecast: time, memory and disk.
         config: every option.
-        pruned_parameters: number of weights in the linears that would be pruned, kept ones included.
+        pruned_parameters: number of weights in the linears that would be pruned, kept weights included.
         parameters: number of the model's parameters.
-        fetched: whether the weights are on this machine; the time is not measured without them.
+        fetched: whether the weights are on this machine; if not, no time is measured.
     """
 
     plan: Plan
@@ -67,7 +65,7 @@ class DryRun:
 
     @property
     def report(self) -> dict[str, Any]:
-        """The plan and forecast as JSON values, as ``permtriton compile --dry-run --json`` prints them."""
+        """The plan and the forecast as JSON values, as ``permtriton compile --dry-run --json`` prints them."""
         forecast = self.forecast
         return {
             **plan_report(self.plan),
@@ -88,7 +86,7 @@ class Job:
     config: CompileConfig  # every option
     # names of options that the user, a file or a protocol set; defaults of the others may depend on the model
     overrides: Collection[str]
-    args: CompileArgs  # all other arguments: ``data`` is None or in memory, and paths are resolved
+    args: CompileArgs  # all other arguments; its ``data`` are None or in memory
 
     def __post_init__(self) -> None:
         if self.args.tokenizer is not None and not hasattr(self.args.tokenizer, "save_pretrained"):
@@ -109,7 +107,10 @@ class Job:
 
     @cached_property
     def _source(self) -> Source | None:
-        """Source that loads the model to the CPU, since GPU memory is checked later; None for a model in memory."""
+        """The source, from which the model is loaded to the CPU, because GPU memory is checked later.
+
+        None for a model in memory.
+        """
         return replace(self.model, device="cpu") if isinstance(self.model, Source) else None
 
     @property
@@ -118,12 +119,12 @@ class Job:
 
     @property
     def output(self) -> Path | None:
-        """Output folder; states of long stages are kept beside it. None if nothing is written."""
+        """The output folder, beside which states of long stages are kept; None if nothing is written."""
         return None if self.args.output is None else Path(self.args.output)
 
     @cached_property
     def _repository(self) -> str | None:
-        """The repository on the hub, created if it does not exist; None if this rank publishes nothing."""
+        """The repository on the hub, which is created if it does not exist; None if this rank publishes nothing."""
         args = self.args
         if args.push_to_hub is None or ranks.number():
             return None
@@ -137,20 +138,20 @@ class Job:
             return
         self._check_apart()
         with claimed(self.output, overwrite=self.args.overwrite, say=progress.say):
-            states = states_beside(resume_path(self.output), self.config.steps) if self.args.restart else []
-            for path in one_per_step(states):
-                progress.say(f"deleting {path.name}, the state of an interrupted run")
-            for path in states:
-                path.unlink()
+            states = Workspace(resume_path=resume_path(self.output)).states if self.args.restart else {}
+            for paths in states.values():
+                progress.say(f"deleting {paths[0].name}, the state of an interrupted run")
+                for path in paths:
+                    path.unlink()
             yield
 
     def run(self, progress: Progress) -> CompiledModel:
         """Loads and compiles the model. Call it inside `claimed`; `save` writes the output."""
-        model, inputs = self._loaded(progress)
-        source = self._source and self._source.at_commit(model.config)
+        inputs = self._loaded(progress)
+        source = self._source and self._source.at_commit(inputs.model.config)
         if self._repository is not None:
             progress.say(f"the result will be published in {self._repository}")
-        compiled = compile_loaded(model, inputs)
+        compiled = compile_loaded(inputs)
         # A device that holds the compiled model can hold the dense one, too.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
         return replace(compiled, source=source)
@@ -163,7 +164,7 @@ class Job:
         return compile_command(
             source.name,
             config,
-            eval_data=shown_name(name_of(args.eval_data)) if args.eval_data is not None else None,
+            eval_data=None if args.eval_data is None else shown_name(name_of(args.eval_data)),
             eval_windows=None if args.eval_windows is None else str(args.eval_windows),
             dtype=None if source.dtype == "auto" else source.dtype,
             gguf_file=source.gguf_file,
@@ -200,9 +201,10 @@ class Job:
             raise
 
     def dry_run(self, progress: Progress, devices: Devices | None = None) -> DryRun:
-        """Loads the model and returns what its compilation would do and need; writes nothing.
+        """Loads the model and returns what its compilation would do and need; writes no output.
 
-        If the weights of a hub model are not on this machine, only its config, tokenizer and headers are downloaded.
+        If the weights of a hub model are not on this machine, only its config, its tokenizer and the headers of its
+        weights are downloaded.
 
         Args:
             devices: devices to plan for; None for those that the model is on.
@@ -215,16 +217,17 @@ class Job:
             except OutputError:
                 progress.say(f"{self.output} exists: to compile, name another folder, or overwrite it")
         fetched = self._source is None or outline.is_here(self._source)
-        model, inputs = self._loaded(progress, fetched, planned_for=devices)
+        inputs = self._loaded(progress, fetched, planned_for=devices)
         if self.args.restart or not fetched:
-            inputs = replace(inputs, resume_path=None)
+            inputs = replace(inputs, workspace=Workspace(progress))
+        model = inputs.model
         with unstacked_experts(model.eval()), shared_linears(model):
-            start, forecast = begin(model, inputs, devices)
+            start, forecast = begin(inputs, devices)
         total = sum(parameter.numel() for parameter in model.parameters())
         return DryRun(start.plan, forecast, inputs.config, start.sizes.pruned, total, fetched)
 
     def _check_apart(self) -> None:
-        """Refuses an output that overlaps an input; of a GGUF model, the input is the file, not its folder."""
+        """Refuses an output that overlaps an input. The input of a GGUF model is the file, not the file's folder."""
         assert self.output is not None
         source = self._source
         if source is not None and (place := source.gguf.path if source.gguf else source.folder) is not None:
@@ -233,20 +236,18 @@ class Job:
             if os.path.exists(read) and real_path(Path(read)).is_relative_to(real_path(self.output)):
                 raise OutputError(f"output {self.output} contains {read}, which is an input: choose another folder")
 
-    def _loaded(
-        self, progress: Progress, fetched: bool = True, planned_for: Devices | None = None
-    ) -> tuple[PreTrainedModel, CompileInputs]:
-        """Reads the model and its data; returns the model and the other inputs.
+    def _loaded(self, progress: Progress, fetched: bool = True, planned_for: Devices | None = None) -> CompileInputs:
+        """Reads the model and its data.
 
         Args:
             fetched: whether the weights are on this machine.
-            planned_for: devices to plan for in place of this machine's; if given, no default text is read.
+            planned_for: devices to plan for in place of this machine's; if set, no default text is read.
         """
-        source = self._source
+        source, args = self._source, self.args
         gguf = source.gguf if source else None
         model: Any = self.model
-        tokenizer, unused = self.args.tokenizer, list[str]()
-        device = resolve_device(self.args.device) if source is not None and planned_for is None else None
+        tokenizer, unused = args.tokenizer, list[str]()
+        device = resolve_device(args.device) if source is not None and planned_for is None else None
         if source is not None:
             progress.say(f"loading {source.described}")
             with progress.stage("load", 0):
@@ -263,41 +264,43 @@ class Job:
                 check_made_by_config(model)
         check_original(model)
         no_text = planned_for is not None and "calibration" not in self.overrides
-        eval_data = "none" if no_text and self.args.eval_data is None else self.args.eval_data
-        name, count = source.name if source else "", self.args.eval_windows
-        special = self.config.calibration.special_tokens
         held_out, text = read_held_out(
-            name, eval_data, tokenizer, model, count=count, special_tokens=special, progress=progress
+            source.name if source else "",
+            "none" if no_text and args.eval_data is None else args.eval_data,
+            tokenizer,
+            model,
+            count=args.eval_windows,
+            special_tokens=self.config.calibration.special_tokens,
+            progress=progress,
         )
         if held_out is None:
             progress.say(f"no held-out evaluation: {text}")
-        if self.args.save_format == Format.FP8:
+        if args.save_format == Format.FP8:
             check_quantizable(model)
         calibration = fitted(self.config.calibration, self.overrides, model, progress)
-        data = self.args.data
         # The sequence length decides the suggested batch size, and so how much text is drawn.
         config = with_suggested(replace(self.config, calibration=calibration), self.overrides)
-        if no_text:
-            data = torch.full((calibration.samples, calibration.sequence_length), end_token(model) or 0)
-        most = calibration.samples if "samples" in self.overrides else None
+        data = stand_in(calibration, model) if no_text else args.data
         with progress.stage("calibration text", 0):
-            samples, config = calibration_samples(config, tokenizer, model, data, most)
+            samples, config = calibration_samples(config, tokenizer, model, data, self.overrides)
         if data is not None:
             config = with_suggested(config, self.overrides)  # data in memory decide the number of samples
-        inputs = CompileInputs(
+        entries = {
+            "command": self._command(config),
+            "gguf": {"file": gguf.path.name, "tensors": gguf.types} if gguf else None,
+            "left_out": unused,
+        }
+        return CompileInputs(
+            model,
             config,
             samples,
             tokenizer=tokenizer,
             held_out=held_out,
-            progress=progress,
-            resume_path=self.output and resume_path(self.output),
+            workspace=Workspace(progress, self.output and resume_path(self.output)),
             say_needs=True,
             device=device,
             placements=self.placements,
-            save_format=self.args.save_format,
-            command=self._command(config),
+            save_format=args.save_format,
             text=text,
-            gguf={"file": gguf.path.name, "tensors": gguf.types} if gguf else None,
-            left_out=unused,
+            record={name: value for name, value in entries.items() if value},
         )
-        return model, inputs

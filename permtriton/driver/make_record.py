@@ -1,4 +1,4 @@
-"""Makes the record of a compilation, ``permtriton.json``: all entries but those of saving; see docs/formats.md."""
+"""Makes the record of a run: ``permtriton.json`` without entries of the caller and of saving; see docs/formats.md."""
 
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +11,6 @@ from permtriton.checkpoint.plan_entries import (
 )
 from permtriton.checkpoint.read_record import Record
 from permtriton.data.samples import Samples
-from permtriton.driver.prepare import CompileInputs
 from permtriton.methods.run import Run
 from permtriton.model.core import divides_text
 from permtriton.model.name import asked_name, is_hub_name
@@ -21,7 +20,7 @@ from permtriton.util.machine import determinism, device_name, peak_memory, versi
 from permtriton.util.permutation import moved
 
 
-def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], inputs: CompileInputs) -> Record:
+def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any]) -> Record:
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
     Args:
@@ -31,10 +30,10 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], in
     model, config, plan, indices = run.model, run.config, run.plan, run.indices
     name = asked_name(model.name_or_path or "")
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
-    record: Record = {
+    return {
         "model": name,
         "on_hub": is_hub_name(name),
-        "command": inputs.command or compile_command(name, config),
+        "command": compile_command(name, config),
         "versions": versions(),
         "device": device_name(run.placement.device),
         "determinism": {"seed": config.seed, **determinism()},
@@ -58,7 +57,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], in
             for step in config.steps
         ],
         "retained_importance": run.importance_shares,
-        "evaluation": {**evaluation, "text": inputs.text} if inputs.text else evaluation,
+        "evaluation": evaluation,
         "proof": {"fold_difference": run.max_output_difference, "lowered_graph": comparison},
         "seconds": {stage: round(value, 3) for stage, value in run.workspace.seconds.items()},
         "memory": {"peak": peak_memory(run.placement.device), "estimate": run.memory.report()},
@@ -66,11 +65,6 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], in
         "sites": [ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
         "rows": rows_report(model, plan, indices),
     }
-    if inputs.gguf:
-        record["gguf"] = inputs.gguf
-    if inputs.left_out:
-        record["left_out"] = list(inputs.left_out)
-    return record
 
 
 def _calibration(run: Run) -> dict[str, Any]:

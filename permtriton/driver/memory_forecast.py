@@ -19,7 +19,6 @@ from permtriton.methods.step import Stage
 from permtriton.methods.steps import all_steps
 from permtriton.model.experts import stacked_name
 from permtriton.model.forward import windows_at_once
-from permtriton.running.onload import onloading_refusal
 from permtriton.running.placement import DevicePlacement
 from permtriton.util import ranks
 from permtriton.util.machine import available_memory, format_bytes, resident_memory
@@ -32,11 +31,11 @@ class Devices:
     """What a compilation runs on."""
 
     kind: str  # ``cpu`` or ``cuda``
-    count: int  # number of processes, each with a device of its own; on one CPU they share its memory
-    free: int  # bytes that are free for each
-    # how the model may be placed; of several, memory decides
+    count: int  # number of processes, each with a device of its own; on a CPU, processes share the memory
+    free: int  # bytes that are free for each process
+    # how the model may be placed; memory decides between several placements
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
-    # bytes of host memory that are free for each process beside its GPU; None where that is not known
+    # bytes of host memory that are free for each process beside its GPU; None if that is not known
     host: int | None = None
 
     @classmethod
@@ -46,60 +45,31 @@ class Devices:
         return cls(device.type, ranks.count(), host if device.type == "cpu" else free, placements, host)
 
 
-def estimate_together(start: Planned, devices: Devices) -> MemoryEstimate:
-    """Returns `estimate`, with activations recomputed unless everything fits in half of the free memory.
-
-    The other half is for what the estimate leaves out. All ranks recompute if one of them has to.
-    """
-    needs = estimate(start, devices)
-    roomy = needs.placement is DevicePlacement.WHOLE and needs.fits(devices.free // 2) and not _keeps_more(start)
-    if all(ranks.gather(roomy)) or not start.config.gradients or start.config.activation_checkpointing:
-        return needs
-    return estimate(start, devices, recomputes=True)
-
-
-def estimate(start: Planned, devices: Devices, *, recomputes: bool = False) -> MemoryEstimate:
-    """Estimates the memory of a compilation with the first allowed and possible placement of its model that fits.
-
-    If none fits, it is the first one other than whole, or whole if there is no other.
-    """
+def estimate(
+    start: Planned, devices: Devices, placement: DevicePlacement, *, recomputes: bool = False
+) -> MemoryEstimate:
+    """Estimates the memory of a compilation; ``recomputes``: whether backward passes recompute activations."""
     sizes = replace(start.sizes, checkpointing=start.sizes.checkpointing or recomputes)
-    steps, allowed = start.config.steps, devices.placements
-    if len(allowed) > 1:
-        divided = devices.count > 1 and not start.config.generated and all(step.shards for step in steps)
-        onloads = all(step.onloads for step in steps) and not onloading_refusal(start.model, start.plan)
-        possible = {
-            DevicePlacement.WHOLE: True,
-            DevicePlacement.SPREAD: divided and bool(start.layer_bytes) and devices.kind != "cpu",
-            DevicePlacement.ONLOADED: onloads and devices.kind != "cpu",
-        }
-        allowed = tuple(placement for placement, can in possible.items() if can and placement in allowed) or allowed[:1]
-    estimates = [_estimate(start, devices, placement, sizes) for placement in allowed]
-    fitting = (one for one in estimates if one.fits(devices.free))
-    last = next((one for one in estimates if one.placement is not DevicePlacement.WHOLE), estimates[0])
-    return replace(next(fitting, last), recomputes=recomputes)
-
-
-def _estimate(start: Planned, devices: Devices, placement: DevicePlacement, sizes: ModelSizes) -> MemoryEstimate:
-    program, model, layers = 0, sizes.model, start.layer_bytes
-    beside = 2 * max(layers, default=0) - sum(layers)  # two layers in place of all: one and the next, or its copy
+    program, held, model, layers = 0, 0, sizes.model, start.layer_bytes
+    two_layers = model + 2 * max(layers, default=0) - sum(layers)  # in place of all: one and the next, or its copy
     if placement is DevicePlacement.ONLOADED:
         phases = _phases(start, replace(sizes, checkpointing=True), rounds=False)  # layers run again in backward passes
         del phases[RELOADING]
         stages = {name: max((phase.device for phase in listed), default=0) for name, listed in phases.items()}
         if GENERATION in stages:
-            stages[GENERATION] -= beside
+            stages[GENERATION] += model - two_layers
         host = model + max(phase.movable for listed in phases.values() for phase in listed)
-        return MemoryEstimate(placement, 0, model + beside, 0, stages, host)
+        return MemoryEstimate(placement, 0, two_layers, 0, stages, host, recomputes=recomputes)
     if placement is DevicePlacement.SPREAD:
-        model += beside + -(-sum(layers) // devices.count)
         stages = _stages(start, replace(sizes, shares=devices.count, low_memory=True))
-        return MemoryEstimate(placement, 0, model, 0, stages)
-    held = model if start.model.device.type == devices.kind else 0
+        share = -(-sum(layers) // devices.count)
+        return MemoryEstimate(placement, 0, two_layers + share, 0, stages, recomputes=recomputes)
     if devices.kind == "cpu":
         resident, mapped = resident_memory()
         program, held = max(resident - model, 0), resident - min(mapped, model)
-    needs = MemoryEstimate(placement, program, model, held, _stages(start, sizes))
+    elif start.model.device.type == devices.kind:
+        held = model
+    needs = MemoryEstimate(placement, program, model, held, _stages(start, sizes), recomputes=recomputes)
     if needs.fits(devices.free):
         return needs
     stages = _stages(start, replace(sizes, low_memory=True))
@@ -111,7 +81,7 @@ def _stages(start: Planned, sizes: ModelSizes) -> dict[str, int]:
     return {name: max((phase.total for phase in listed), default=0) for name, listed in phases.items()}
 
 
-def _keeps_more(start: Planned) -> bool:
+def keeps_more(start: Planned) -> bool:
     """Whether a pass may keep several times the activations of the estimate, which is based on a LLaMA's."""
     model, plan = start.model, start.plan
     text = model.config.get_text_config()

@@ -1,5 +1,6 @@
 """The pipeline: prepare -> the steps of the recipe -> prove -> record."""
 
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -8,10 +9,10 @@ from permtriton.checkpoint.quantizer import attach
 from permtriton.data.calibration import calibration_samples
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs
+from permtriton.driver.check_graph import check_graph
 from permtriton.driver.make_record import compilation_record
 from permtriton.driver.prepare import CompileInputs, prepare
 from permtriton.driver.result import CompiledModel
-from permtriton.driver.traced import check_graph
 from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.methods.measure.importance import magnitudes
 from permtriton.methods.measure.statistics import site_statistics
@@ -25,13 +26,16 @@ from permtriton.model.shared import shared_linears
 from permtriton.passes.pipeline import pruning_passes
 from permtriton.passes.plan import check_pruned, named_layers
 from permtriton.recipe import config_from
+from permtriton.running.resume import Workspace
 from permtriton.util.machine import as_torch_starts
+from permtriton.util.progress import NoProgress, Progress
 
 
-def compile_loaded(model: PreTrainedModel, inputs: CompileInputs) -> CompiledModel:
+def compile_loaded(inputs: CompileInputs) -> CompiledModel:
     """Permutes the channels of a dense model and prunes it to N:M, in place, on the device that ``inputs`` names."""
+    model = inputs.model
     with unstacked_experts(model.eval()), shared_linears(model):
-        run = prepare(model, inputs)
+        run = prepare(inputs)
         held_out = measure_dense(run)
         steps = all_steps(run.config)
         for number, step in enumerate(steps):
@@ -42,11 +46,13 @@ def compile_loaded(model: PreTrainedModel, inputs: CompileInputs) -> CompiledMod
                 if not any(later.dense_weights for later in steps[number + 1 :]):
                     run.dense_weights.clear()
         comparison, evaluation = prove(run), measured(run, held_out)
+        if inputs.text:
+            evaluation["text"] = inputs.text
         if run.config.layout == "fused":  # so that save_pretrained also writes the gathers and the permuted norms
             attach(model, str(run.config.sparsity))
-        report = compilation_record(run, comparison, evaluation, inputs)
-    samples, states = run.reference.samples, run.workspace.states
-    device = run.placement.device
+        report = compilation_record(run, comparison, evaluation) | inputs.record
+    samples, device = run.reference.samples, run.placement.device
+    states = [path for paths in run.workspace.states.values() for path in paths]
     return CompiledModel(
         model, inputs.tokenizer, run.config, run.plan, report, samples, run.indices, states, device=device
     )
@@ -59,18 +65,27 @@ def compile_model(
     config: CompileConfig | None = None,
     *,
     ids: Inputs | None = None,
+    progress: Progress | None = None,
+    resume_path: Path | None = None,
     **inputs: Any,
 ) -> CompiledModel:
-    """Calls `compile_loaded` with further `CompileInputs`, on ``ids`` or on samples that the config names."""
+    """Calls `compile_loaded` with further `CompileInputs`, on ``ids`` or on samples that the config names.
+
+    ``resume_path`` is that of `permtriton.running.resume.Workspace`.
+    """
     config = config or config_from()
     check_original(model)
     if ids is None:
         ids, config = calibration_samples(config, tokenizer, model)
-    return compile_loaded(model, CompileInputs(config, ids, tokenizer, **inputs))
+    workspace = Workspace(progress or NoProgress(), resume_path)
+    return compile_loaded(CompileInputs(model, config, ids, tokenizer, workspace=workspace, **inputs))
 
 
 def measure_dense(run: Run) -> HeldOutMeasure | None:
-    """Measures the dense model on held-out samples, if any, and the statistics that the importance needs."""
+    """Returns the dense model's held-out measure; also stores the statistics that the importance reads in the run.
+
+    Without held-out samples the result is None, and without an importance there are no statistics.
+    """
     config, held_out = run.config, None
     if run.held_out is not None:
         with run.workspace.timed("evaluate"), run.placed_model() as model:

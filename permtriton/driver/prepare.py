@@ -1,9 +1,6 @@
 """The first stage of a compilation: its inputs, what it needs, and the `Run` made of them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,17 +8,18 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.pruned import pruned_parameters
+from permtriton.checkpoint.read_record import Record
 from permtriton.data.check_samples import check_samples, line_of_ids_without
 from permtriton.data.generated import BEGINNING, beginnings, generated_text, generation_refusal
 from permtriton.data.held_out import prepared
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.special_tokens import NONE
+from permtriton.driver.check_graph import check_graph
 from permtriton.driver.choose_placement import place, without_text
+from permtriton.driver.deciding_inputs import check_states
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
-from permtriton.driver.identity import WRITING, identify
 from permtriton.driver.memory_forecast import Devices
-from permtriton.driver.traced import check_graph
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.methods.planning import Planned, plan_model
 from permtriton.methods.recipe_config import CompileConfig
@@ -35,44 +33,40 @@ from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.placement import DevicePlacement, ModelPlacement
 from permtriton.running.resume import Workspace
 from permtriton.util import ranks
-from permtriton.util.progress import NoProgress, Progress
 
 
 @dataclass(frozen=True)
 class CompileInputs:
-    """The inputs of a compilation except its model."""
+    """The inputs of a compilation."""
 
+    model: PreTrainedModel  # the dense model
     config: CompileConfig
     # calibration samples: token ids, int64 ``[samples, tokens]``, or a mapping of the arguments of the model's
     # ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``
     samples: Inputs
     tokenizer: Processor | None = None  # the tokenizer or processor that is saved with the model
     held_out: Inputs | None = None  # held-out samples to evaluate both models on, in the form of ``samples``
-    progress: Progress = field(default_factory=NoProgress)
-    # as in `permtriton.running.resume.Workspace`; a later call with equal inputs continues from the states, and a call
-    # with other inputs is refused until they are deleted
-    resume_path: Path | None = None
+    # where states are kept: a later call with equal inputs continues from the states, and a call with other inputs is
+    # refused until they are deleted
+    workspace: Workspace = field(default_factory=Workspace)
     # whether to measure a pass of the model first, and report how much memory, time and disk the work will take
     say_needs: bool = False
     device: torch.device | None = None  # device to move the model to; None leaves it where it is
     # allowed placements on ``device``; its memory decides which is used
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
     save_format: str | None = None  # format that the model will be saved in, for the estimate of disk; None for dense
-    # entries of the record that only the caller knows
-    command: str = ""  # a command with the same result; empty for the one that names the model's own path
-    text: str = ""  # name of the held-out data, or why there are none; empty where nothing is to be said of them
-    gguf: dict[str, Any] | None = None  # the GGUF file whose weights were dequantized; None without one
-    left_out: Sequence[str] = ()  # tensors of the checkpoint that the model's class does not use
+    text: str = ""  # name of the held-out data, or why there are none; empty if the record says nothing of them
+    record: Record = field(default_factory=dict)  # entries of the record that only the caller knows
 
 
-def prepare(model: PreTrainedModel, inputs: CompileInputs) -> Run:
+def prepare(inputs: CompileInputs) -> Run:
     """Plans the compilation, and checks that it can run, before any weight changes."""
-    start, forecast = begin(model, inputs)
-    workspace, progress = start.workspace, inputs.progress
+    start, forecast = begin(inputs)
+    model, workspace, progress = start.model, start.workspace, start.workspace.progress
     memory, placement = forecast.memory, ModelPlacement(forecast.memory.placement, inputs.device or model.device)
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
         raise ConfigError(refused)
-    folder = None if inputs.resume_path is None else inputs.resume_path.resolve().parent
+    folder = None if workspace.resume_path is None else workspace.resume_path.resolve().parent
     if folder is not None:
         ranks.on_first(lambda: check_disk(forecast.disk, folder))
     if inputs.say_needs:
@@ -95,26 +89,25 @@ def prepare(model: PreTrainedModel, inputs: CompileInputs) -> Run:
     return run
 
 
-def begin(model: PreTrainedModel, inputs: CompileInputs, devices: Devices | None = None) -> tuple[Planned, Forecast]:
-    """Returns the planned model and the forecast of its compilation; a dry run stops here.
+def begin(inputs: CompileInputs, devices: Devices | None = None) -> tuple[Planned, Forecast]:
+    """Returns the planned model and the forecast of its compilation; a dry run ends after that.
 
-    Without ``devices``, it is for ``inputs.device``, to which the model moves if it fits there.
+    Without ``devices``, the forecast is for ``inputs.device``, to which the model moves if it fits there.
     """
-    start, device = planned(model, inputs), inputs.device or model.device
+    start, device = planned(inputs), inputs.device or inputs.model.device
     devices = devices or Devices.of(device, inputs.placements)
     ranks.check_shares(len(start.samples), devices.count)
     start, memory, devices = place(start, device, devices)
     with start.workspace.timed("identify"):
-        identify(start, device)
+        check_states(start, device)
     with start.workspace.timed("estimate"):
         return start, make_forecast(start, memory, devices, inputs.save_format, timed=inputs.say_needs)
 
 
-def planned(model: PreTrainedModel, inputs: CompileInputs) -> Planned:
+def planned(inputs: CompileInputs) -> Planned:
     """Checks all samples, traces the model and plans which linears to prune and which channels to permute."""
-    workspace = Workspace(inputs.progress, inputs.resume_path)
+    model, config, workspace, progress = inputs.model, inputs.config, inputs.workspace, inputs.workspace.progress
     held_out = None if inputs.held_out is None else prepared(model, inputs.held_out)
-    config, progress = inputs.config, inputs.progress
     samples = check_samples(model, inputs.samples)
     if line := line_of_ids_without(samples, inputs.tokenizer):
         progress.say(line)
@@ -138,7 +131,7 @@ def _generated(start: Planned, placement: ModelPlacement) -> Tensor:
     after = torch.tensor((samples.special or NONE).after, dtype=torch.int64)
     shape = config.generated, samples.tokens - len(after)
     with workspace.timed("generate"):
-        state = workspace.state(WRITING)
+        state = workspace.state("generated")
         if (stored := state.read()) is not None:
             ids = stored[0]["text"]
         else:

@@ -23,7 +23,6 @@ from permtriton.data.in_memory import Data
 from permtriton.evaluation.evaluate import Against, Evaluated, evaluate_with
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.name import checked_token
-from permtriton.running.resume import StateFile
 from permtriton.util.machine import as_torch_starts
 from permtriton.util.output_files import real_path
 
@@ -40,7 +39,7 @@ class CompiledModel(Pruned):
 
     config: CompileConfig
     indices: dict[str, Tensor]
-    states: Sequence[StateFile] = ()
+    states: Sequence[Path] = ()
 
     def __repr__(self) -> str:
         config, pattern = self.config, self.plan.sparsity(self.config.sparsity)
@@ -150,7 +149,7 @@ class CompiledModel(Pruned):
                     rewrite(Folder(dense), path, format, overwrite=overwrite)
                 self.report = read_record(path)
         for state in self.states:
-            state.delete()
+            state.unlink(missing_ok=True)
         return real_path(path)
 
     def push_to_hub(

@@ -20,7 +20,7 @@ from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import is_named, selected
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
-from permtriton.driver.identity import run_identity, text_hash
+from permtriton.driver.deciding_inputs import run_identity, text_hash
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.evaluation.compare_methods import DENSE_ENTRIES, RowConfig, check_effect, row_configs

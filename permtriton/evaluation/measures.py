@@ -309,7 +309,7 @@ class HeldOutMeasure:
         if self._tokens is None:
             return 1 - mean_cosine_loss(model, self.samples, self._hidden, self._batch, hidden_order)
         batches = [Samples(arguments_of(model, rows.inputs)) for rows in self.samples.split(self._batch)]
-        stream = LayerStream(model, self._layers, batches, self._store) if self._store.onloads else None
+        stream = LayerStream(model, self._layers, batches) if self._store.onloads else None
         if stream is not None and stream.layers:
             perplexity = self._perplexity_by_layers(model, stream, batches, self._tokens)
         else:

@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from permtriton.data.samples import Inputs, Samples
+from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.model.core import DECODER_IDS, divides_text, takes_decoder_ids
-
-
-def samples_of(model: PreTrainedModel, rows: Inputs) -> Samples:
-    """Returns rows of token ids (int64 ``[rows, tokens]``) as the model reads them."""
-    rows = Samples.of(rows)
-    return Samples(arguments_of(model, rows.inputs), special=rows.special)
 
 
 def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

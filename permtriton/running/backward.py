@@ -48,7 +48,7 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
-    """Returns ``loss``; refuses one that requires no gradient, so that autograd does not reach the model's linears."""
+    """Returns ``loss``; refuses a loss without gradients, from which autograd does not reach the model's linears."""
     if not loss.requires_grad:
         raise ModelError(
             f"the loss of {type(model).__name__} has no gradients by the outputs of its linears, because it computes "

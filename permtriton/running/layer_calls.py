@@ -4,7 +4,6 @@ A chain is a sequence of layers: each takes the output of the layer before it, a
 depends on the layers' weights. Once these other arguments are recorded, the layers run without the model.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -18,35 +17,45 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.forward import last_hidden_state, replaced_forwards
-from permtriton.util.hooks import hooked
-from permtriton.util.store import Store
+from permtriton.util import ranks
 
-PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
+PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """What surrounds the hidden states in a layer's arguments or in its output, flattened by pytree."""
+
+    leaves: list[Any]  # the values, with None for the hidden states
+    at: int  # position of the hidden states among the leaves
+    structure: pytree.TreeSpec
+    shape: torch.Size  # of the hidden states of one sequence
+
+    @classmethod
+    def around(cls, hidden: Tensor, values: Any, types: tuple[type, ...]) -> "Frame | None":
+        """Returns the frame of hidden states among ``values``; None if another value has none of the ``types``."""
+        leaves, structure = pytree.tree_flatten(values)
+        at = [leaf is hidden for leaf in leaves].index(True)
+        leaves[at] = None
+        return cls(leaves, at, structure, hidden.shape[1:]) if all(isinstance(leaf, types) for leaf in leaves) else None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Frame) or len(other.leaves) != len(self.leaves):
+            return False
+        return all(map(same, self.leaves, other.leaves))
+
+    def filled(self, hidden: Tensor) -> Any:
+        return pytree.tree_unflatten([*self.leaves[: self.at], hidden, *self.leaves[self.at + 1 :]], self.structure)
 
 
 @dataclass(frozen=True)
 class _Call:
     """One call of a layer."""
 
-    hidden: Tensor | None  # the call's hidden states; None if the layer before returned them, or there are none
-    leaves: list[Any]  # the other arguments, flattened by pytree
-    structure: pytree.TreeSpec  # structure of the other arguments
-    repeatable: bool  # whether the layer can run without the model, on these arguments and other hidden states
-    follows: str = ""  # name of the layer that ran before, if that layer returned the hidden states; else empty
-    form: "Form | None" = None  # form of the output; None if it holds more than hidden states and plain values
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a layer returns hidden states of ``shape`` per sequence: alone, or among values that are no tensors."""
-
-    leaves: list[Any]  # the flat output, with None at position ``at``, which is that of the hidden states
-    at: int
-    structure: pytree.TreeSpec
-    shape: torch.Size
-
-    def of(self, hidden: Tensor) -> Any:
-        return pytree.tree_unflatten([*self.leaves[: self.at], hidden, *self.leaves[self.at + 1 :]], self.structure)
+    hidden: Tensor | None  # the hidden states that it read; None if the layer before returned them, or there are none
+    arguments: Frame | None  # None if the layer cannot run without the model on these and other hidden states
+    follows: str  # name of the layer that ran before, if that layer returned the hidden states; else empty
+    form: Frame | None  # form of the output; None if it holds more than hidden states and plain values
 
 
 class LayerCalls:
@@ -59,15 +68,16 @@ class LayerCalls:
 
     def __init__(self, layer: nn.Module, device: torch.device) -> None:
         self.layer, self._device = layer, device
-        self.form: Form | None = None
+        self.form: Frame | None = None
         self.together = False
-        self._leaves: list[list[Any]] = []  # per call; an argument that equals that of the first call is stored once
-        self._structure: pytree.TreeSpec | None = None
+        self._arguments: list[Frame] = []  # per call; a value that equals that of the first call is stored once
 
     def add(self, call: _Call) -> None:
-        first = self._leaves[0] if self._leaves else call.leaves
-        self.form, self._structure = call.form, call.structure
-        self._leaves.append([a if same(a, b) else b for a, b in zip(first, call.leaves, strict=True)])
+        assert call.arguments is not None
+        first = self._arguments[0] if self._arguments else call.arguments
+        leaves = [a if same(a, b) else b for a, b in zip(first.leaves, call.arguments.leaves, strict=True)]
+        self.form = call.form
+        self._arguments.append(replace(call.arguments, leaves=leaves))
 
     def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Returns the output for the sequences ``rows``: ``[len(rows), tokens, hidden]``, as ``hidden`` is."""
@@ -77,28 +87,27 @@ class LayerCalls:
 
     def run(self, hidden: Tensor, numbers: list[int]) -> Tensor:
         """Returns the output for ``hidden``, on any device, with the arguments of the calls ``numbers``, joined."""
-        assert self._structure is not None
-        leaves = [_joined(values) for values in zip(*(self._leaves[number] for number in numbers), strict=True)]
-        positional, named = pytree.tree_unflatten(leaves, self._structure)
-        hidden = hidden.to(self._device)
-        if "hidden_states" in named:
-            return _hidden_of(self.layer(*positional, **{**named, "hidden_states": hidden}))
-        return _hidden_of(self.layer(hidden, *positional[1:], **named))
+        frames = [self._arguments[number] for number in numbers]
+        leaves = [_joined(values) for values in zip(*(frame.leaves for frame in frames), strict=True)]
+        positional, named = replace(frames[0], leaves=leaves).filled(hidden.to(self._device))
+        return _hidden_of(self.layer(*positional, **named))
 
     @torch.no_grad()
     def try_together(self, hidden: Tensor) -> None:
-        """Sets ``together``: tests on two sequences whether several can run in one call, though recorded one by one."""
-        hidden, rows, self.together = hidden[:2], torch.arange(len(hidden[:2])), False
-        arguments = list(zip(*self._leaves, strict=True))
+        """Sets ``together``: tests on two sequences of every rank whether several can run in one call."""
+        self.together = False
+        self.together = all(ranks.gather(self._runs_together(hidden[:2], torch.arange(len(hidden[:2])))))
+
+    def _runs_together(self, hidden: Tensor, rows: Tensor) -> bool:
+        arguments = list(zip(*(frame.leaves for frame in self._arguments), strict=True))
         if not all(_joinable(values) for values in arguments if any(value is not values[0] for value in values)):
-            return
+            return False
         expected = self(hidden, rows)
         try:
             joint = self.run(hidden, rows.tolist())
         except (RuntimeError, ValueError, IndexError):  # shapes that hold for one sequence only
-            return
-        difference = relative_difference(expected, joint) if joint.shape == expected.shape else math.inf
-        self.together = difference <= TOLERANCE[hidden.dtype]
+            return False
+        return joint.shape == expected.shape and relative_difference(expected, joint) <= TOLERANCE[hidden.dtype]
 
 
 @torch.no_grad()
@@ -112,8 +121,7 @@ def record_calls(model: PreTrainedModel, calls: Mapping[str, LayerCalls], batch:
         calls: the chain's layers by name, in execution order.
     """
     layers = {name: layer_calls.layer for name, layer_calls in calls.items()}
-    forms = {layer_calls.layer: layer_calls.form for layer_calls in calls.values() if layer_calls.form is not None}
-    with left_out(forms):
+    with left_out({layer_calls.layer: layer_calls.form for layer_calls in calls.values()}):
         recorded_calls = recorded(model, layers, batch)
     for name, (call,) in recorded_calls.items():
         calls[name].add(call)
@@ -134,41 +142,30 @@ def find_chains(
             argument may depend on other weights, which are final by then: a decoder layer reads the encoder's output.
     """
     recorded_calls = recorded(model, layers, sample)
-    chains: list[list[str]] = []
+    passing: list[list[str]] = []  # layers that pass hidden states on to one another
     for name, calls in recorded_calls.items():
-        if len(calls) == 1 and calls[0].repeatable:
-            if chains and calls[0].follows == chains[-1][-1]:
+        if len(calls) == 1 and calls[0].arguments is not None:
+            if passing and calls[0].follows == passing[-1][-1]:
+                passing[-1].append(name)
+            else:
+                passing.append([name])
+    changing, chains = {id(weight) for weight in weights}, list[list[str]]()
+    for names in passing:
+        chains.append(names[:1])
+        if len(names) == 1:
+            continue
+        forms = {layers[name]: recorded_calls[name][0].form for name in names}
+        running = [layer for layer, form in forms.items() if form is None]
+        changed = [weight for layer in running for weight in layer.parameters() if id(weight) in changing]
+        with _half_negated(changed), left_out(forms):
+            second_calls = recorded(model, layers, sample)
+        for name in names[1:]:
+            (first,), again = recorded_calls[name], second_calls[name]
+            if len(again) == 1 and first.arguments == again[0].arguments:
                 chains[-1].append(name)
             else:
                 chains.append([name])
-    changing = {id(weight) for weight in weights}
-    return [part for chain in chains for part in _parted(model, layers, sample, chain, changing, recorded_calls)]
-
-
-def _parted(
-    model: PreTrainedModel,
-    layers: Mapping[str, nn.Module],
-    sample: Samples,
-    chain: list[str],
-    changing: set[int],
-    recorded_calls: Mapping[str, list[_Call]],
-) -> list[list[str]]:
-    """Splits a chain before each layer with an argument, besides hidden states, that depends on earlier layers."""
-    if len(chain) == 1:
-        return [chain]
-    forms = {layers[name]: form for name in chain if (form := recorded_calls[name][0].form) is not None}
-    running = [layers[name] for name in chain if layers[name] not in forms]
-    changed = [weight for layer in running for weight in layer.parameters() if id(weight) in changing]
-    with _half_negated(changed), left_out(forms):
-        second_calls = recorded(model, layers, sample)
-    parts = [chain[:1]]
-    for name in chain[1:]:
-        leaves, other_calls = recorded_calls[name][0].leaves, [call.leaves for call in second_calls[name]]
-        if len(other_calls) == 1 and len(leaves) == len(other_calls[0]) and all(map(same, leaves, other_calls[0])):
-            parts[-1].append(name)
-        else:
-            parts.append([name])
-    return parts
+    return chains
 
 
 @contextmanager
@@ -188,17 +185,20 @@ def _half_negated(weights: Iterable[Tensor]) -> Iterator[None]:
             weight.neg_()
 
 
-def left_out(forms: Mapping[nn.Module, Form]) -> AbstractContextManager[None]:
-    """Inside the context, the layers of ``forms`` compute nothing and return zeros in the form of their outputs."""
+def left_out(forms: Mapping[nn.Module, Frame | None]) -> AbstractContextManager[None]:
+    """Inside the context, layers whose output has a form compute nothing, and return zeros in this form."""
+    known = {layer: form for layer, form in forms.items() if form is not None}
 
     def replacement(layer: nn.Module) -> Callable[..., Any]:
+        form = known[layer]
+
         def forward(*positional: Any, **named: Any) -> Any:
             hidden = hidden_argument(positional, named)
-            return forms[layer].of(hidden.new_zeros((hidden.shape[0], *forms[layer].shape)))
+            return form.filled(hidden.new_zeros((hidden.shape[0], *form.shape)))
 
         return forward
 
-    return replaced_forwards(forms, replacement)
+    return replaced_forwards(known, replacement)
 
 
 def recorded(model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: Samples) -> dict[str, list[_Call]]:
@@ -207,61 +207,39 @@ def recorded(model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: S
     Of the hidden states that layers pass on to one another, only the latest stay in memory.
     """
     calls: dict[str, list[_Call]] = {name: [] for name in layers}
-    open_calls: dict[str, _Call] = {}
+    names = {layer: name for name, layer in layers.items()}
     last: tuple[str, Tensor | None] = ("", None)  # name of the layer that ran last, and the hidden states it returned
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(_layer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            call = _call_of(positional, named, len(samples))
-            follows = last[0] if call.hidden is not None and same(call.hidden, last[1]) else ""
-            open_calls[name] = replace(call, hidden=None if follows else call.hidden, follows=follows)
+    def recording(layer: nn.Module) -> Callable[..., Any]:
+        compute, name = layer.forward, names[layer]
 
-        return hook
-
-    def after(name: str) -> Callable[..., None]:
-        def hook(_layer: nn.Module, _inputs: object, output: Any) -> None:
+        def forward(*positional: Any, **named: Any) -> Any:
             nonlocal last
-            call, hidden = open_calls.pop(name), _hidden_of(output)
-            if isinstance(hidden, Tensor):
-                last = (name, hidden.detach().clone())
-                calls[name].append(replace(call, form=_form(output)))
+            hidden, arguments = hidden_argument(positional, named), None
+            takes_hidden = isinstance(hidden, Tensor) and hidden.ndim == 3 and hidden.shape[0] == len(samples)
+            # A layer could add values for later layers to a list or dict.
+            if takes_hidden and not any(isinstance(value, list | dict) for value in (*positional, *named.values())):
+                arguments = Frame.around(hidden, (positional, named), (Tensor, *PLAIN))
+            follows = last[0] if takes_hidden and same(hidden, last[1]) else ""
+            start = hidden.detach().clone() if takes_hidden and not follows else None
+            output = compute(*positional, **named)
+            returned, form = _hidden_of(output), None
+            if isinstance(returned, Tensor):
+                last, form = (name, returned.detach().clone()), Frame.around(returned, output, PLAIN)
             else:
-                last = ("", None)
-                calls[name].append(replace(call, repeatable=False))
+                last, arguments = ("", None), None
+            calls[name].append(_Call(start, arguments, follows, form))
+            return output
 
-        return hook
+        return forward
 
-    starts = (layer.register_forward_pre_hook(before(name), with_kwargs=True) for name, layer in layers.items())
-    ends = (layer.register_forward_hook(after(name)) for name, layer in layers.items())
-    with hooked(starts), hooked(ends):
+    with replaced_forwards(layers.values(), recording):
         last_hidden_state(model, samples)
     return calls
 
 
-def _form(output: Any) -> Form | None:
-    """Returns the form of an output; None if it has another tensor or object, such as a position bias."""
-    leaves, structure = pytree.tree_flatten(output)
-    hidden = _hidden_of(output)
-    if not all(isinstance(leaf, PLAIN) for leaf in leaves) or sum(isinstance(leaf, Tensor) for leaf in leaves) > 1:
-        return None
-    other_leaves = [None if leaf is hidden else leaf for leaf in leaves]
-    return Form(other_leaves, [leaf is hidden for leaf in leaves].index(True), structure, hidden.shape[1:])
-
-
 def hidden_argument(positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return named.get("hidden_states", positional[0] if positional else None)
-
-
-def _call_of(positional: tuple[Any, ...], named: dict[str, Any], sequences: int) -> _Call:
-    hidden = hidden_argument(positional, named)
-    other_kwargs = {**named, "hidden_states": None} if "hidden_states" in named else named
-    other_args = positional if "hidden_states" in named else (None, *positional[1:])
-    leaves, structure = pytree.tree_flatten((other_args, other_kwargs))
-    takes_hidden = isinstance(hidden, Tensor) and hidden.ndim == 3 and hidden.shape[0] == sequences
-    # A layer could add values for later layers to a list or dict.
-    collections = any(isinstance(value, list | dict) for value in (*other_args, *other_kwargs.values()))
-    repeatable = takes_hidden and not collections and all(isinstance(leaf, PLAIN) for leaf in leaves)
-    return _Call(hidden.detach().clone() if takes_hidden else None, leaves, structure, repeatable)
 
 
 def _hidden_of(output: Any) -> Tensor:
@@ -290,33 +268,26 @@ class LayerStream:
 
     Attributes:
         layers: the chain's layers, with one call per batch; empty if the model can only run as a whole, because it has
-            no chain of two layers or more, or a layer of the chain returns more than a `Form` holds.
-        hidden: hidden states of each batch, ``[sequences, tokens, hidden]``: what the first layer reads; after
-            `forward`, what the last layer returns.
+            no chain of two layers or more, or a layer of the chain returns more than hidden states and plain values.
+        hidden: hidden states of each batch in host memory, ``[sequences, tokens, hidden]``: what the first layer reads;
+            after `forward`, what the last layer returns.
     """
 
     @torch.no_grad()
-    def __init__(
-        self, model: PreTrainedModel, layers: Mapping[str, nn.Module], batches: Sequence[Samples], store: Store
-    ) -> None:
-        self._model, self._store = model, store
+    def __init__(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], batches: Sequence[Samples]) -> None:
+        self._model = model
         self.layers: list[LayerCalls] = []
         self.hidden: list[Tensor] = []
-        self._forms: dict[nn.Module, Form] = {}
         chain = max(find_chains(model, layers, batches[0][:1], ()), key=len, default=[])
         if len(chain) < 2:
             return
         calls = {name: LayerCalls(layers[name], model.device) for name in chain}
         for batch in batches:
             hidden = record_calls(model, calls, batch)
-            self._forms = {layer.layer: layer.form for layer in calls.values() if layer.form is not None}
-            if len(self._forms) < len(chain):
+            if any(layer_calls.form is None for layer_calls in calls.values()):
                 return
-            self.hidden.append(self._kept(hidden))
+            self.hidden.append(hidden.cpu())
         self.layers = list(calls.values())
-
-    def _kept(self, hidden: Tensor) -> Tensor:
-        return self._store.empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -325,17 +296,19 @@ class LayerStream:
             for batch, hidden in enumerate(self.hidden):
                 output = layer.run(hidden, [batch])
                 if output.shape != hidden.shape or output.dtype != hidden.dtype:
-                    self.hidden[batch] = self._kept(output)
+                    self.hidden[batch] = output.cpu()
                 else:
                     hidden.copy_(output)
 
     @contextmanager
     def returning(self, hidden: Tensor) -> Iterator[None]:
         """Inside the context, the model computes no layer of the chain, and the last one returns ``hidden``."""
-        last = self.layers[-1].layer
+        last = self.layers[-1]
 
-        def forward(*positional: Any, **named: Any) -> Any:
-            return self._forms[last].of(hidden.to(self._model.device))
+        def forward(*_positional: Any, **_named: Any) -> Any:
+            assert last.form is not None
+            return last.form.filled(hidden.to(self._model.device))
 
-        with left_out(self._forms), replaced_forwards([last], lambda _: forward):
+        forms = {layer_calls.layer: layer_calls.form for layer_calls in self.layers}
+        with left_out(forms), replaced_forwards([last.layer], lambda _: forward):
             yield

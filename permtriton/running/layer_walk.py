@@ -7,7 +7,7 @@ or in host memory where layers come to a GPU one by one. Layers outside every ch
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -58,24 +58,25 @@ def from_model(
 
 @dataclass
 class _Layer:
-    """A layer of a chain, with the hidden states of all sequences, on which it runs; it may collect its outputs.
+    """A layer of a chain, with the hidden states of all sequences, on which it runs.
 
     Attributes:
-        context: numbers of sequences -> context in which the layer runs on them.
-        store: where outputs are collected; None collects none.
+        context: returns the context in which the layer runs.
+        store: where the outputs of its last runs are collected.
     """
 
     calls: LayerCalls
     hidden_states: Tensor
-    context: Callable[[Tensor], AbstractContextManager[object]]
-    store: Store | None
+    context: Callable[[], AbstractContextManager[object]]
+    kept: KeptOutputs
+    store: Store
     outputs: Tensor | None = None
 
     @torch.no_grad()
-    def run(self, rows: Tensor) -> None:
-        with self.context(rows):
+    def run(self, rows: Tensor, *, last: bool) -> None:
+        with self.context(), self.kept.running(rows, last=last):
             output = self.calls(self.hidden_states[rows], rows)
-        if self.store is not None:
+        if last:
             if self.outputs is None:
                 self.outputs = self.store.empty((len(self.hidden_states), *output.shape[1:]), dtype=output.dtype)
             self.outputs[rows] = output.to(self.outputs.device)
@@ -108,9 +109,21 @@ class LayerWalk:
 
     @cached_property
     def _layers(self) -> list[tuple[str, list[Site], list[str]]]:
-        """For each layer its name, its sites, and its chain (empty if the sites need runs of the whole model)."""
-        groups = self.plan.layers()
-        names = _layer_names_of(self.model, self.plan, groups)
+        """For each group of sites the name of the layer that holds it, the sites, and the layer's chain.
+
+        The name and the chain are empty if the sites need runs of the whole model, because they are in no layer, share
+        their layer with another group, or are in several layers.
+        """
+        groups, layer_of = self.plan.layers(), dict[nn.Module, str]()
+        for name, layer in named_layers(self.model, self.plan).items():
+            layer_of |= dict.fromkeys(layer.modules(), name)
+        names = []
+        for sites in groups:
+            inside = {layer_of.get(linear_module(self.model, linear), "") for site in sites for linear in site.linears}
+            # If linears run in several layers, the inputs in all of them count.
+            names.append(inside.pop() if len(inside) == 1 and all(site.num_calls == 1 for site in sites) else "")
+        counts = Counter(names)
+        names = [name if counts[name] == 1 else "" for name in names]
         layers = {name: self.model.get_submodule(name) for name in names if name}
         weights = [linear_module(self.model, name).get_parameter("weight") for _, name in self.plan.linears()]
         chains = find_chains(self.model, layers, self.samples[:1], weights) if len(layers) > 1 else []
@@ -121,10 +134,6 @@ class LayerWalk:
         calls: dict[str, LayerCalls] = {}
         model, samples, batch, store = self.model, self.samples, self._batch, self._store.on(self.model.device)
         hidden_states, own_samples = torch.empty(0), samples[ranks.own_rows(len(samples))]
-
-        def in_context(layer: str) -> Callable[[Tensor], AbstractContextManager[object]]:
-            return lambda _rows: layer_context(layer)
-
         for name, sites, chain in self._layers:
             if not chain:
                 yield from_model(model, sites, samples, batch, layer_context)
@@ -134,22 +143,16 @@ class LayerWalk:
                     calls, hidden_states = self._recorded(chain, own_samples)
             with layer_context(name):
                 calls[name].try_together(hidden_states)
-            calls[name].together = all(ranks.gather(calls[name].together))  # each rank tests its own samples
             # Sequences that cannot run together are one part each: a run may stop once every site's input has been
             # seen, and kept outputs belong to the sequences of a run.
             parts = torch.arange(len(own_samples)).split(batch if calls[name].together else 1)
-            if changing:
-                kept = KeptOutputs(model, name, sites, keep)
-                layer = _Layer(calls[name], hidden_states, kept.running, None)
-                yield LayerInputs(sites, parts, layer.run, finish=kept.finish)
-                if name != chain[-1]:  # layers after the chain get their inputs from the model
-                    layer = replace(layer, context=partial(kept.running, last=True), store=store)
-                    for rows in parts:
-                        layer.run(rows)
-                kept.clear()
-            else:
-                layer = _Layer(calls[name], hidden_states, in_context(name), store)
-                yield LayerInputs(sites, parts, layer.run, may_stop_early=False)
+            kept = KeptOutputs(model, name, sites, keep)
+            layer = _Layer(calls[name], hidden_states, partial(layer_context, name), kept, store)
+            yield LayerInputs(sites, parts, partial(layer.run, last=not changing), changing, kept.finish)
+            if changing and name != chain[-1]:  # layers after the chain get their inputs from the model
+                for rows in parts:
+                    layer.run(rows, last=True)
+            kept.clear()
             if layer.outputs is not None:
                 hidden_states = layer.outputs
 
@@ -208,17 +211,3 @@ def _with_weights(model: nn.Module, plan: Plan, weights: Mapping[str, Tensor]) -
                 parameter.data = data
 
     return layer_context
-
-
-def _layer_names_of(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> list[str]:
-    """Returns for each group of sites the name of the layer that holds the whole group and no other; "" for none.
-
-    The name is also "" if the group's linears run in several layers, because the inputs in all of them count.
-    """
-    layer_of = {module: name for name, layer in named_layers(model, plan).items() for module in layer.modules()}
-    layers = []
-    for sites in groups:
-        names = {layer_of.get(linear_module(model, linear), "") for site in sites for linear in site.linears}
-        layers.append(names.pop() if len(names) == 1 and all(site.num_calls == 1 for site in sites) else "")
-    counts = Counter(layers)
-    return [name if counts[name] == 1 else "" for name in layers]

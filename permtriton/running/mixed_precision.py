@@ -26,7 +26,7 @@ UNITS = ("avx512_bf16", AMX)  # features of processors that multiply bfloat16
 
 
 @contextmanager
-def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = False) -> Iterator[None]:
+def mixed_precision(model: nn.Module, enabled: bool = True, *, fixed: bool = False) -> Iterator[None]:
     """Inside the context, wide linears of float32 round inputs, weights, outputs and gradients to bfloat16.
 
     Rounded outputs are returned as float32, so that no other operation of the model sees bfloat16. Backward passes must
@@ -34,7 +34,7 @@ def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = Fals
     the device of the first parameter, which is outside the layers that may come to a GPU one by one.
 
     Args:
-        wanted: False changes nothing.
+        enabled: False changes nothing.
         fixed: whether no weight changes and no gradient is taken. Weights are then rounded once; the rounded copies
             take half of the weights' memory. The weight of a head that is not trained is always rounded once: a head
             multiplies few tokens at a time, so that rounding it each time would take as long as the products.
@@ -45,9 +45,11 @@ def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = Fals
         once = fixed or (module is head and not module.get_parameter("weight").requires_grad)
         return (_rounded_once if once else _rounding)(module)
 
-    wide = [module for module in model.modules() if wanted and _is_wide(module)]
-    wide = [module for module in wide if module.get_parameter("weight").dtype == torch.float32]
-    wide = [module for module in wide if "forward" not in vars(module)]  # skips replaced forwards
+    def rounds(module: nn.Module) -> bool:
+        wide_in_float32 = _is_wide(module) and module.get_parameter("weight").dtype == torch.float32
+        return wide_in_float32 and "forward" not in vars(module)  # a replaced forward stays
+
+    wide = [module for module in model.modules() if rounds(module)] if enabled else []
     faster = wide and multiplies_bfloat16(next(model.parameters()).device)
     with replaced_forwards(wide if faster else [], replacement):
         yield
@@ -105,16 +107,14 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     return any(map(processor().get, UNITS))
 
 
-@contextmanager
-def rounded_products(model: nn.Module, config: CommonConfig) -> Iterator[None]:
+def rounded_products(model: nn.Module, config: CommonConfig) -> AbstractContextManager[None]:
     """Inside the context, float32 products may round factors, if the model has wide linears and rounding is faster.
 
     Their sums stay float32. Hessians and fits use float32 products for models of any dtype. Results that are compared
     with others need `exact_products`.
     """
     wide = config.mixed_precision and any(map(_is_wide, model.modules()))
-    with _precision("medium") if wide and _rounds(next(model.parameters()).device) else nullcontext():
-        yield
+    return _precision("medium") if wide and _rounds(next(model.parameters()).device) else nullcontext()
 
 
 def exact_products() -> AbstractContextManager[None]:

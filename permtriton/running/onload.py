@@ -7,7 +7,7 @@ enabled, until another layer runs.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,29 +73,26 @@ class _Copies:
     def __init__(self, device: torch.device, outside: set[nn.Parameter]) -> None:
         self._device, self._outside = device, outside
         self._copies: dict[tuple[int, int], _Copy] = {}  # by parameter and address of its values in host memory
-        self._layer: nn.Module | None = None
+        self._layer: nn.Module | None = None  # the layer that ran last
         self._staying = ExitStack()
-        self._stays: nn.Module | None = None  # the layer whose parameters stay on the device until another layer runs
+        self._stays = False  # whether this layer's parameters stay on the device until another layer runs
 
     def forward_of(self, layer: nn.Module) -> Callable[..., Any]:
         """Returns a ``forward`` that runs with the layer's parameters on the device."""
         compute = layer.forward
 
         def forward(*positional: Any, **named: Any) -> Any:
-            if torch.is_grad_enabled() and layer is not self._stays:  # a backward pass reads the copies
-                self._staying.enter_context(self._of_layer(layer))
-                self._stays = layer
-            with nullcontext() if layer is self._stays else self._of_layer(layer):
+            parameters = [parameter for parameter in layer.parameters() if parameter not in self._outside]
+            if layer is not self._layer:
+                self.drop()
+                self._layer = layer
+            if torch.is_grad_enabled() and not self._stays:  # a backward pass reads the copies
+                self._staying.enter_context(self.in_place(parameters))
+                self._stays = True
+            with nullcontext() if self._stays else self.in_place(parameters):
                 return compute(*positional, **named)
 
         return forward
-
-    def _of_layer(self, layer: nn.Module) -> AbstractContextManager[None]:
-        """Returns a context in which the parameters of a layer are on the device; their copies outlast the context."""
-        if layer is not self._layer:
-            self.drop()
-            self._layer = layer
-        return self.in_place([parameter for parameter in layer.parameters() if parameter not in self._outside])
 
     @contextmanager
     def in_place(self, parameters: "set[nn.Parameter] | list[nn.Parameter]") -> Iterator[None]:
@@ -123,7 +120,7 @@ class _Copies:
     def drop(self) -> None:
         self._staying.close()
         self._copies.clear()
-        self._layer = self._stays = None
+        self._layer, self._stays = None, False
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from permtriton.errors import ConfigError
 from permtriton.passes.plan import Plan
 from permtriton.running.onload import all_onloaded, onloaded
-from permtriton.running.sharding import spread_twin
+from permtriton.running.sharding import spread, twin_of
 from permtriton.util.store import Store
 
 
@@ -21,10 +21,6 @@ class DevicePlacement(IntEnum):
     WHOLE = 0  # the whole model on each device
     ONLOADED = 1  # in host memory, from which layers come to each device one by one (`permtriton.running.onload`)
     SPREAD = 2  # the layers of a twin are spread over all devices (`permtriton.running.sharding`)
-
-    @property
-    def words(self) -> str:
-        return ("it is whole", "its layers come to the GPU one by one", "its layers are spread over GPUs")[self]
 
     @property
     def weights(self) -> str:
@@ -64,7 +60,7 @@ class ModelPlacement:
 
     def running(self, model: PreTrainedModel, plan: Plan) -> AbstractContextManager[PreTrainedModel]:
         if self.kind is DevicePlacement.SPREAD:
-            return spread_twin(model, plan, self.device)
+            return spread(twin_of(model), plan, self.device)
         return onloaded(model, plan, self.device) if self.kind is DevicePlacement.ONLOADED else nullcontext(model)
 
     def writing(self, model: PreTrainedModel) -> AbstractContextManager[None]:

@@ -40,7 +40,7 @@ DIFFERS = {
 class StateFile:
     """A safetensors file with the state of one step; if ``path`` is None, nothing is read or written.
 
-    ``inputs`` are the JSON values that decide the result (the keys of `DIFFERS`, ``config`` and ``versions``), and
+    ``inputs`` are the JSON values that decide the result: the keys of `DIFFERS`, ``config`` and ``versions``; and
     ``machine``, which is recorded but not compared.
     """
 
@@ -56,7 +56,7 @@ class StateFile:
         return StateFile(path, self._inputs)
 
     def check(self) -> str | None:
-        """Refuses a file whose header names another run; returns the machine that wrote it, or None without a file."""
+        """Refuses a file of another run; returns the machine that wrote the file, or None if there is no file."""
         if self.path is None or not self.path.is_file():
             return None
         with self._opened(self.path) as file:
@@ -116,33 +116,15 @@ class StateFile:
                 "run the same command again"
             ) from error
 
-    def delete(self) -> None:
-        """Removes the file and the files of layers beside it."""
-        for path in [] if self.path is None else [self.path, *layers_beside(self.path)]:
-            path.unlink(missing_ok=True)
-
-
-def layers_beside(path: Path) -> list[Path]:
-    """Returns the files of layers (`StateFile.of_layer`) that exist for ``path``, in the order of the layers."""
-    name = re.compile(rf"{re.escape(path.stem)}_(\d+){re.escape(path.suffix)}")
-    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
-    numbers = {int(match[1]): path for path in siblings if (match := name.fullmatch(path.name))}
-    return [numbers[number] for number in sorted(numbers)]
-
-
-def state_path(resume_path: Path, step: str) -> Path:
-    return resume_path.with_suffix(f".{step}{resume_path.suffix}")
-
 
 @dataclass
 class Workspace:
-    """The clock of a run and the files of its states: they are needed before anything is known about the model."""
+    """The clock of a run and the files of its states: both are needed before anything is known about the model."""
 
     progress: Progress = field(default_factory=NoProgress)
     # path of the files that keep the states of steps, each with its step's name before the suffix; None keeps no state
     resume_path: Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # time per step and stage, filled by `timed`
-    states: list[StateFile] = field(default_factory=list)  # the files that keep a state
     # the JSON values that decide the results: a state that was saved with other values is refused
     inputs: dict[str, Any] = field(default_factory=dict)
 
@@ -160,13 +142,24 @@ class Workspace:
 
         No state is kept without ``resume_path``.
         """
-        if self.resume_path is None:
+        path = self.resume_path
+        if path is None:
             return StateFile(None, {})
         # ``inputs`` has the dense model's hash. A changed model is hashed here: other thread counts round differently.
         start = "dense" if model is None else sample_hash(model)
-        file = StateFile(state_path(self.resume_path, step), {**self.inputs, "start": start})
-        self.states.append(file)
-        return file
+        return StateFile(path.with_suffix(f".{step}{path.suffix}"), {**self.inputs, "start": start})
+
+    @property
+    def states(self) -> dict[str, list[Path]]:
+        """Step -> its states on the disk; if a step has one per layer, they are in the order of the layers."""
+        path, states = self.resume_path, dict[str, list[Path]]()
+        if path is None or not path.parent.is_dir():
+            return states
+        form = re.compile(rf"{re.escape(path.stem)}\.([^.]+?)(?:_(\d+))?{re.escape(path.suffix)}")
+        files = [(match, file) for file in path.parent.iterdir() if (match := form.fullmatch(file.name))]
+        for match, file in sorted(files, key=lambda pair: int(pair[0][2] or 0)):
+            states.setdefault(match[1], []).append(file)
+        return states
 
 
 def _sha256(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:

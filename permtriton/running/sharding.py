@@ -9,7 +9,6 @@ and each rank keeps those of its share. All ranks must run the twin equally ofte
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +32,10 @@ def twin_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextmanager
-def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[None]:
+def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[PreTrainedModel]:
     """Inside the context, the weights of a twin's layers are spread over the ranks; `twin_of` makes the twin.
 
-    The twin is unusable afterwards. Its modules may have parametrizations.
+    Yields the twin, which is unusable afterwards. Its modules may have parametrizations.
     """
     mesh = init_device_mesh(device.type, (ranks.count(),))
     layers = layer_modules(twin, plan)
@@ -55,18 +54,10 @@ def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[
     nn.Module.to(twin, device)
     try:
         with ranks.in_step():
-            yield
+            yield twin
     finally:
         for layer in layers:  # freed here: hooks and modules form reference cycles, which are collected only later
             layer.to_empty(device="meta")
-
-
-@contextmanager
-def spread_twin(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[PreTrainedModel]:
-    """Yields a twin of ``model``; the twin's layers are spread over the ranks."""
-    twin = twin_of(model)
-    with spread(twin, plan, device):
-        yield twin
 
 
 def is_spread(weight: Tensor) -> bool:
@@ -94,12 +85,8 @@ def _around(twin: PreTrainedModel, layers: list[nn.Module]) -> nn.Module:
 
     The base model may not run: OPT's model with a head calls the decoder inside the base model directly.
     """
-    names = {module: name for name, module in twin.named_modules()}
-    steps = zip(*(names[layer].split(".")[:-1] for layer in layers), strict=False)
-    path = [step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps)]
-    while isinstance(twin.get_submodule(".".join(path)), nn.ModuleList | nn.ModuleDict):
-        path = path[:-1]
-    return twin.get_submodule(".".join(path))
+    around = [module for module in twin.modules() if module not in layers and set(layers) <= set(module.modules())]
+    return [module for module in around if not isinstance(module, nn.ModuleList | nn.ModuleDict)][-1]
 
 
 def _transposed(layer: nn.Module) -> Iterator[Tensor]:

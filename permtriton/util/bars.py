@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Any
 
 from rich.console import Console
@@ -41,7 +41,7 @@ def visible(character: str) -> str:
 
 
 def discard(stream: IO[str]) -> None:
-    """Discards what is written to a stream from now on, and what it still holds, so that no later write fails."""
+    """Discards what a stream still holds and all that is written to it later, so that no later write fails."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
     os.close(nothing)
@@ -63,10 +63,8 @@ err = _Err(stderr=True, markup=False, emoji=False)
 class BarProgress:
     """Progress reporter that draws one bar per stage on standard error, or prints lines if that is not a terminal."""
 
-    @contextmanager
-    def stage(self, name: str, total: int) -> Iterator[Advance]:
-        with self._bar(name, total) if total and err.is_terminal else self._lines(name, total) as advance:
-            yield advance
+    def stage(self, name: str, total: int) -> AbstractContextManager[Advance]:
+        return self._bar(name, total) if total and err.is_terminal else self._lines(name, total)
 
     @contextmanager
     def _bar(self, name: str, total: int) -> Iterator[Advance]:

@@ -59,7 +59,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor() -> Mapping[str, Any]:
-    """Returns what torch knows of the processor: its ``cpu_name``, and which units it has, such as ``avx512_bf16``."""
+    """Returns what torch knows of the processor: ``cpu_name``, and whether it has units such as ``avx512_bf16``."""
     known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # some versions from 2.11 on lack it
     return known
 
@@ -95,36 +95,26 @@ def available_memory(device: torch.device, *, proc: Path = PROC, cgroups: Path =
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Returns name -> number from the lines of a file of the kernel that start with a name and a number."""
+    """Returns name -> number from the lines of one of the kernel's files that start with a name and a number."""
     lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
     """Yields the bytes that each limited control group of this process, and each of its ancestors, leaves free."""
-    try:
+    lines: list[str] = []
+    with suppress(OSError):
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers:  # version 1 of control groups
+        if not line.startswith("0::"):  # version 1 of control groups
             continue
-        inside = PurePosixPath(path).relative_to("/")
-        # Inside a container the path may be the host's: folders that are not there are passed over.
-        for group in (inside, *inside.parents):
-            if (left := _left(cgroups / group)) is not None:
-                yield left
-
-
-def _left(group: Path) -> int | None:
-    try:
-        allowed = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        cache = _fields(group / "memory.stat")
-    except (OSError, ValueError):  # no such folder, or "max": no limit
-        return None
-    return allowed - used + cache.get("inactive_file", 0) + cache.get("active_file", 0)
+        inside = PurePosixPath(line.removeprefix("0::")).relative_to("/")
+        for group in (cgroups / path for path in (inside, *inside.parents)):
+            # Inside a container the path may be the host's, whose folders are not there; "max" is no limit.
+            with suppress(OSError, ValueError):
+                left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+                cache = _fields(group / "memory.stat")
+                yield left + cache.get("inactive_file", 0) + cache.get("active_file", 0)
 
 
 def resident_memory() -> tuple[int, int]:
@@ -140,9 +130,7 @@ def resident_memory() -> tuple[int, int]:
 
 def release_memory() -> None:
     """Gives freed memory back to the system: glibc would keep fragments that later stages cannot reuse."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+    _call_glibc("malloc_trim", 0)
 
 
 def keep_freed_memory() -> None:
@@ -150,10 +138,14 @@ def keep_freed_memory() -> None:
 
     The setting is that of the whole process, so only commands make it.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if set_option is not None:
-        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            set_option(option, 1 << 30)
+    for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+        _call_glibc("mallopt", option, 1 << 30)
+
+
+def _call_glibc(name: str, *arguments: int) -> None:
+    """Calls a function of glibc; does nothing on systems with another C library."""
+    if sys.platform == "linux" and (function := getattr(ctypes.CDLL(None), name, None)) is not None:
+        function(*arguments)
 
 
 def reset_peak_memory(device: torch.device) -> bool:

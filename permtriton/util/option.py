@@ -1,4 +1,4 @@
-"""What an option is. Help, choices and limits stand beside its default, in the class of its step or in config.py."""
+"""What an option is. Its help, choices and limits stand beside its default, in config.py or in the class of a step."""
 
 import dataclasses
 import re
@@ -23,17 +23,17 @@ class Option:
     type: Any  # type of the value; a ``Literal`` lists the choices
     default: Any  # value where neither the user nor the recipe gives one
     help: str  # what it sets, in a sentence or two
-    panel: str  # heading that it stands under in ``--help-all`` and docs/options.md
-    step: str = ""  # name of the step of a recipe that it belongs to; empty for an option of the whole compilation
+    panel: str  # its heading in ``--help-all`` and docs/options.md
+    step: str = ""  # name of the step that has the option; empty for an option of the whole compilation
     prefix: str = ""  # what its name begins with: the step's prefix and an underscore
     minimum: float = 0
     maximum: float = sys.float_info.max  # by default, every finite number is allowed
     positive: bool = False  # whether the number must be greater than 0
     pattern: str = ""  # regular expression that the whole text must match
-    values: str = ""  # allowed values in words, where type, choices and limits do not say it all
-    # name of another option -> its values with which this one has an effect; empty if it always has one
+    values: str = ""  # allowed values in words, if type, choices and limits do not describe them
+    # name of another option -> its values with which this option has an effect; empty if it always has an effect
     needs: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict, hash=False)
-    gradients: bool = False  # whether it has an effect only on steps that compute gradients
+    gradients: bool = False  # whether only steps that compute gradients read it
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Option:
         return f"{a} {number} of at least {self.minimum}" if self.minimum else f"a non-negative {number}"
 
     def convert(self, value: Any) -> Any:
-        """Returns a user's value in the option's type; other values are returned unchanged, for `check` to refuse.
+        """Returns a user's value in the option's type; values that `check` refuses may be returned unchanged.
 
         Raises:
             ConfigError: a text is no number, truth value or pattern.

@@ -1,4 +1,4 @@
-"""Output files of commands: refused before any work where they must not be replaced, and written as a whole."""
+"""Output files of commands: checked before any work, and written as a whole."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def path_of(what: str, name: str | Path) -> Path:
 
 
 def real_path(path: Path) -> Path:
-    """Returns the absolute path without links. A link that leads in a circle stays one: `Path.resolve` would raise."""
+    """Returns the absolute path without links; `Path.resolve` would raise for a link that leads in a circle."""
     return Path(os.path.realpath(path))
 
 
@@ -53,7 +53,7 @@ def check_file(
     Args:
         ours: returns whether an earlier file is a result that may be replaced in any case.
         reads: files and folders that the command reads. These files, and files in these folders, are not replaced,
-            except results and HTML pages in a folder. Names that are no paths, such as on the hub, are ignored.
+            except results and HTML pages in a folder. Names that are no paths, such as names on the hub, are ignored.
     """
     check_name(output)
     if output.is_dir():
@@ -86,21 +86,15 @@ def check_parent(output: Path) -> None:
     folder = real_path(output).parent
     if not folder.is_dir():
         raise OutputError(f"output {output}: the folder {folder} does not exist; make it first")
-    if problem := problem_of(folder):
-        raise OutputError(f"output {output}: the folder {folder} cannot be written: {problem}")
-
-
-def problem_of(folder: Path) -> str:
-    """Returns why no file can be made in a folder; empty if one can. Permissions do not always say so, as in /proc."""
     try:
-        tempfile.TemporaryFile(dir=folder).close()
+        tempfile.TemporaryFile(dir=folder).close()  # permissions do not always say so, as in /proc
     except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        problem = error.strerror or str(error)
+        raise OutputError(f"output {output}: the folder {folder} cannot be written: {problem}") from error
 
 
 def disk_error(error: Exception) -> OSError | None:
-    """Returns ``error`` as an OSError if the disk caused it, else None. Errors of Rust code say ``(os error 28)``."""
+    """Returns ``error`` as an OSError if the disk caused it, else None. Rust code writes ``(os error 28)``."""
     if isinstance(error, OSError):
         return error
     number = None if isinstance(error, PermTritonError) else re.search(r"\(os error (\d+)\)", str(error))
@@ -110,7 +104,7 @@ def disk_error(error: Exception) -> OSError | None:
 def write_file(output: Path, content: bytes) -> None:
     """Writes a file as `permtriton.util.durable.replace_file` does: an earlier one stays until the new one is whole.
 
-    A link stays a link: the file that it leads to is replaced.
+    If ``output`` is a link, the file that the link leads to is replaced.
     """
     try:
         replace_file(real_path(output), lambda temporary: temporary.write_bytes(content))
@@ -139,5 +133,4 @@ def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool, rea
 
 def write_report_file(path: Path, report: Any) -> None:
     """Writes a report as `write_file` does, in place of any earlier file."""
-    check_file(path, overwrite=True)
     write_file(path, f"{to_json(report)}\n".encode())

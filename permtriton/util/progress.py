@@ -15,7 +15,7 @@ class Advance(Protocol):
 
 class Progress(Protocol):
     def stage(self, name: str, total: int) -> AbstractContextManager[Advance]:
-        """Opens a stage of ``total`` steps; the context gives the function that reports each step.
+        """Opens a stage of ``total`` steps; the context yields the function that reports steps.
 
         A stage of 0 steps has no count, and may contain other stages.
         """

@@ -30,7 +30,7 @@ def count() -> int:
 
 
 def count_here() -> int:
-    """Number of ranks that share this machine's memory: as torchrun says, else the number of all ranks."""
+    """Returns how many ranks share this machine's memory: as torchrun says, else the number of all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", count())) if _started() else 1
 
 
@@ -62,9 +62,9 @@ def check_shares(rows: int, ranks: int) -> None:
 
 
 def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
-    """Returns this rank's share of sequence numbers in parts of at most ``size``; no part where it has no share.
+    """Returns this rank's share of sequence numbers in parts of at most ``size``; no part if the share is empty.
 
-    If possible, all ranks have the same number of parts. Inside `in_step`, they must.
+    If possible, all ranks have the same number of parts; inside `in_step`, they must.
     """
     if are_in_step():
         check_in_step(rows.numel(), size, count())
@@ -101,7 +101,7 @@ def are_in_step() -> bool:
 
 
 def add_up(tensors: Iterable[Tensor]) -> None:
-    """Adds each tensor up over all ranks, in place. Every rank must give tensors of the same shapes and dtypes."""
+    """Adds each tensor up over all ranks, in place. The tensors of all ranks must have the same shapes and dtypes."""
     _each(tensors, lambda tensor, _: dist.all_reduce(tensor, async_op=True))
 
 
@@ -114,7 +114,7 @@ def total(value: float) -> float:
 def join(part: Tensor, rows: int) -> Tensor:
     """Returns one tensor ``[rows, ...]`` of the parts of all ranks, which are on the CPU and divided as by `own`.
 
-    A rank without a share may give any empty tensor.
+    The part of a rank without a share may be any empty tensor.
     """
     if not _started():
         return part
@@ -138,19 +138,18 @@ def on_first(decide: Callable[[], Result]) -> Result:
     """
     if not _started():
         return decide()
-    results = [_attempt(decide) if number() == 0 else None]
+    results: list[Any] = [_attempt(decide) if number() == 0 else None]
     dist.broadcast_object_list(results, src=0)
-    assert results[0] is not None
-    return _result(*results[0])
+    return _result(results[0])
 
 
 def gather(value: Result) -> list[Result]:
     """Returns the ``value`` of each rank; tensors in a value must be on the CPU."""
     if not _started():
         return [value]
-    values: list[Result | None] = [None] * count()
+    values: list[Any] = [None] * count()
     dist.all_gather_object(values, value)
-    return values  # type: ignore[return-value]
+    return values
 
 
 def dealt(items: Sequence[Item]) -> Sequence[Item]:
@@ -165,7 +164,7 @@ def deal(items: Sequence[Item], work: Callable[[Item], Result]) -> list[Result]:
     """
     if not _started():
         return [work(item) for item in items]
-    shares = [_result(*attempt) for attempt in gather(_attempt(lambda: [work(item) for item in dealt(items)]))]
+    shares = list(map(_result, gather(_attempt(lambda: [work(item) for item in dealt(items)]))))
     return [shares[place % count()][place // count()] for place in range(len(items))]
 
 
@@ -189,9 +188,12 @@ def named_from_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _each(tensors: Iterable[Tensor], start: Callable[[Tensor, int], Any]) -> None:
-    """Runs a collective operation on each tensor, in place, if there are ranks. ``start`` gets a tensor and its number.
+    """Runs a collective operation on each tensor, in place, if there are several ranks.
 
-    NCCL refuses tensors that are not contiguous, and gloo treats their memory as contiguous.
+    NCCL refuses tensors that are not contiguous, and gloo treats the memory of any tensor as contiguous.
+
+    Args:
+        start: starts the operation on a tensor, of which the second argument is the number.
     """
     pairs = [(tensor, tensor.detach().contiguous()) for tensor in tensors] if _started() else []
     for work in [start(dense, place) for place, (_, dense) in enumerate(pairs)]:
@@ -202,17 +204,17 @@ def _each(tensors: Iterable[Tensor], start: Callable[[Tensor, int], Any]) -> Non
             tensor.copy_(dense)
 
 
-def _attempt(work: Callable[[], Result]) -> tuple[Result | None, PermTritonError | None]:
+def _attempt(work: Callable[[], Result]) -> Result | PermTritonError:
     try:
-        return work(), None
+        return work()
     except PermTritonError as error:
-        return None, error
+        return error
 
 
-def _result(result: Result | None, error: PermTritonError | None) -> Result:
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+def _result(attempt: Result | PermTritonError) -> Result:
+    if isinstance(attempt, PermTritonError):
+        raise attempt
+    return attempt
 
 
 def _started() -> bool:

@@ -1,4 +1,4 @@
-"""Where large tensors beside the weights are, such as inputs of layers, dense weights, targets, copies of weights."""
+"""Where large tensors other than the model's weights are: inputs of layers, targets, copies of weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
