@@ -14,9 +14,9 @@ from permtriton.cli.options import Json
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
 from permtriton.kernels.launch import Config, triton
-from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
-from permtriton.kernels.tools.tuning import Trial
+from permtriton.kernels.tools.cases import cases_for
+from permtriton.kernels.tools.tuning import Trial, tune
 from permtriton.methods import planning
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model import load
@@ -50,14 +50,13 @@ def autotune(
     all_shapes = [_shape(text) for text in shape or ()] + model_shapes
     if not all_shapes:
         raise ConfigError("nothing to tune: give --model DIR or --shape OUTxIN")
-    device = torch.device("cpu" if dry_run else "cuda")
     if not dry_run:
         _check_gpu()
-    cases = tuning.cases_for(all_shapes, _tokens(tokens), DTYPES[dtype] if dtype else model_dtype, device, kernel)
+    cases = cases_for(all_shapes, _tokens(tokens), DTYPES[dtype] if dtype else model_dtype, kernel)
     if dry_run:
         _list_trials(cases, json)
     else:
-        _tune(cases, device, json)
+        _tune(cases, json)
 
 
 def _check_gpu() -> None:
@@ -118,14 +117,14 @@ def _list_trials(cases: Sequence[Case], json: bool) -> None:
     out.print(f"{counts}; winners would be stored in {cache.cache_file()}", soft_wrap=True)
 
 
-def _tune(cases: Sequence[Case], device: torch.device, json: bool) -> None:
+def _tune(cases: Sequence[Case], json: bool) -> None:
     machine, file = cache.machine_key(), cache.cache_file()
     if not json:
         err.print(f"{machine}; winners are stored in {file}", highlight=False, soft_wrap=True)
     trials: list[Trial] = []
     with BarProgress().stage("autotune", len(cases)) as advance:
         for case in cases:
-            tuning.tune([case], device, machine, file, trials.append)
+            trials += tune([case], torch.device("cuda"), machine, file)
             advance(1, case.name)
     entries = cache.read_entries(file, machine)
     if json:

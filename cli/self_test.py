@@ -14,7 +14,7 @@ from permtriton.errors import PermTritonError
 from permtriton.kernels import cusparselt
 from permtriton.kernels.launch import has_kernels, triton
 from permtriton.kernels.tools.case import Random
-from permtriton.kernels.tools.cases import KERNELS
+from permtriton.kernels.tools.cases import cases_for
 from permtriton.recipe import config_from
 
 BUDGET = 10.0  # seconds; kernels whose check has not started by then are left out
@@ -86,14 +86,13 @@ def _kernels(device: torch.device | None, deadline: float) -> str:
         why = "triton is not installed" if triton is None else "the GPU is older than compute capability 8.0"
         raise _Absent(f"{why}: the references in plain torch run on the GPU")
     done, left = 0, 0
-    for kernel in KERNELS:
-        for case in kernel.cases([SHAPE], [TOKENS], torch.float16, device):
-            if time.perf_counter() > deadline:
-                left += 1
-                continue
-            if problem := case.check():
-                raise RuntimeError(f"kernel {case.name}: {problem}")
-            done += 1
+    for case in cases_for([SHAPE], [TOKENS], torch.float16):
+        if time.perf_counter() > deadline:
+            left += 1
+            continue
+        if problem := case.check(device):
+            raise RuntimeError(f"kernel {case.name}: {problem}")
+        done += 1
     return f"{done} kernels agree with their references" + (f"; no time for {left} more" if left else "")
 
 

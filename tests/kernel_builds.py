@@ -45,7 +45,7 @@ def copy_build(default: bool = True) -> Build:
 
 def copy_floor() -> Floor:
     """A call of 64 programs, each of which copies 2 KiB."""
-    case = Case("copy", "64x1024", torch.bfloat16, lambda seed: (), None, None, 0, 64 * 2048 * 2)
+    case = Case("copy", "64x1024", torch.bfloat16, lambda random: (), None, None, 0, 64 * 2048 * 2)
 
     def call() -> None:
         source = torch.empty(64, 1024, dtype=torch.bfloat16)

@@ -67,7 +67,7 @@ def test_a_recorded_launch_fits_the_named_gpu(gpu):
     """The same product asks an RTX 4090 for less shared memory than an H200, and an A100 for no cluster."""
     floor = shapes.floor_of(64, shapes.ROWS, shapes.CHANNELS, gpu)
     with recorded() as launches, torch.device("meta"):
-        floor.launch(*floor.case.make(0))
+        floor.launch(*floor.case.make(torch.device("meta")))
     (launch,) = (launch for launch in launches if isinstance(launch, CudaLaunch))
     assert launch.kernel.shared_bytes <= gpu.target.shared_limit
     assert launch.grid[1] == 1 or gpu.target.arch >= 90
@@ -108,7 +108,7 @@ def test_no_default_needs_more_instructions_than_committed(floor):
     expected = next((row for row in committed["rows"] if (row["name"], row["gpu"]) == (floor.case.name, "H200")), None)
     assert expected, f"{floor.case.name} is not in {COMMITTED.name}: run python benchmarks/issue_floor.py"
     with recorded() as launches, torch.device("meta"):
-        floor.launch(*floor.case.make(0))
+        floor.launch(*floor.case.make(torch.device("meta")))
     if any(isinstance(launch, CudaLaunch) for launch in launches) and shutil.which("nvcc") is None:
         pytest.skip("nvcc, which compiles this kernel, is not installed")
     found = floors.row(floor, floors.H200).figures()

@@ -12,7 +12,7 @@ from permtriton.kernels.permute import permute
 from permtriton.kernels.quantize import FLOAT8
 from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.kernels.sparse_linear_fp8 import sparse_linear_fp8
-from permtriton.kernels.tools.cases import KERNELS
+from permtriton.kernels.tools.cases import cases_for
 from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import block_index, factors_of
@@ -39,9 +39,8 @@ class Calls(TorchDispatchMode):
 def of_cases(dtype: torch.dtype) -> list:
     """The calls of all operators that the kernels' cases make, on small shapes."""
     with Calls() as calls:
-        for kernel in KERNELS:
-            for case in kernel.cases([(8, 16)], [3], dtype, torch.device("cpu")):
-                case.run(*case.make(0))
+        for case in cases_for([(8, 16)], [3], dtype):
+            case.run(*case.make(torch.device("cpu")))
     return calls.made
 
 

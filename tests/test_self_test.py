@@ -10,7 +10,8 @@ from permtriton.cli.main import app
 from permtriton.cli.self_test import ABSENT, FAILS, WORKS, Check, self_test
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import VerificationError
-from permtriton.kernels.tools.cases import permute
+from permtriton.kernels import permute
+from permtriton.kernels.tools.cases import permute_case
 
 NO_GPU = not torch.cuda.is_available()
 
@@ -47,7 +48,7 @@ def test_a_model_that_reloads_differently_fails(monkeypatch):
 def test_a_kernel_that_computes_something_else_fails(monkeypatch):
     """On the CPU the operators run their references, so a wrong one stands in for a wrong kernel."""
     monkeypatch.setattr(module, "has_kernels", lambda device: True)
-    monkeypatch.setattr(module, "KERNELS", (permute,))
+    monkeypatch.setattr(module, "cases_for", lambda *_: [permute_case(16, 64, torch.float16)])
     cpu = torch.device("cpu")
     assert module._kernels(cpu, float("inf")) == "1 kernels agree with their references"
     assert module._kernels(cpu, 0.0) == "0 kernels agree with their references; no time for 1 more"

@@ -250,17 +250,17 @@ class Bench:
                 os._exit(DEAD)
 
     def _once(self, case: Case, peers: Mapping[str, Prepare]) -> None:
-        inputs = case.make(0)
+        inputs = case.make(self.device)
         for prepare in ((lambda given: partial(case.run, *given)), *peers.values()):
             with suppress(Exception):  # the row itself will say it
                 prepare(inputs)()
 
     def _compare(self, name: str, case: Case, peers: Mapping[str, Prepare], how: "How") -> None:
         with choices() as ran:
-            wrong = case.check()
+            wrong = case.check(self.device)
         if wrong:
             raise AssertionError(f"{case.name} is wrong: {wrong}")
-        inputs = [case.make(seed) for seed in range(sets_of_inputs(self.device, case.bytes))]
+        inputs = [case.make(self.device, seed) for seed in range(sets_of_inputs(self.device, case.bytes))]
         runs = {OURS: [partial(case.run, *one) for one in inputs]}
         absent = {}
         for peer, prepare in peers.items():

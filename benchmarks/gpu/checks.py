@@ -23,9 +23,8 @@ from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.autotune import choices
 from permtriton.kernels.packing import pack
-from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import PATTERN, Random
-from permtriton.kernels.tools.cases.sparse_linear import sparse_linear_case
+from permtriton.kernels.tools.cases import cases_for, sparse_linear_case
 from permtriton.kernels.tools.timing import captured, relative_error
 
 SHAPE, TOKENS = (256, 512), (1, 16)  # as in tests/gpu: what was compiled there is not compiled again
@@ -67,11 +66,9 @@ def first_look(bench: Bench) -> None:
     """Whether what will be measured works at all: every kernel as it runs by default, and cuSPARSELt."""
     bench.find("ceilings", ", ".join(f"{name} {rate:.1f}" for name, rate in bench.ceilings.items()))
     wrong = []
-    for case in tuning.cases_for(
-        [SHAPE], TOKENS, torch.bfloat16 if bench.device.type == "cuda" else torch.float32, bench.device
-    ):
+    for case in cases_for([SHAPE], TOKENS, torch.bfloat16 if bench.device.type == "cuda" else torch.float32):
         try:
-            problem = case.check()
+            problem = case.check(bench.device)
         except Exception as error:  # one that does not run
             problem = brief(error)
         wrong += [f"{case.name}: {problem}"] * bool(problem)
@@ -150,8 +147,8 @@ def counted_cases(device: str) -> None:
     where = torch.device(device)
     for tokens in (1, 16):
         for rows, channels in ((14336, 4096), (4096, 14336)) if device == "cuda" else ((64, 128),):
-            case = sparse_linear_case(tokens, rows, channels, torch.bfloat16, where)
-            inputs = case.make(0)
+            case = sparse_linear_case(tokens, rows, channels, torch.bfloat16)
+            inputs = case.make(where)
             with torch.no_grad():
                 for _ in range(5):
                     case.run(*inputs)
@@ -229,10 +226,10 @@ def verdict(ran: Ran) -> tuple[str, bool | None]:
 def small_cases(device: str) -> None:
     """Runs each kernel once on a small case; results are not looked at."""
     torch.zeros(1, device=device)  # where the device cannot be used at all, no case begins
-    for case in tuning.cases_for([SHAPE], TOKENS, torch.bfloat16, torch.device(device)):
+    for case in cases_for([SHAPE], TOKENS, torch.bfloat16):
         print(f"begins: {case.name}", flush=True)
         with torch.no_grad():
-            case.run(*case.make(0))
+            case.run(*case.make(torch.device(device)))
         if device == "cuda":
             torch.cuda.synchronize()
         print(f"done: {case.name}", flush=True)

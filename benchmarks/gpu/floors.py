@@ -58,7 +58,7 @@ class Floor:
     """A launch whose issue floor is counted: one named shape of a kernel in its default launch.
 
     Attributes:
-        case: The same call as a case on the meta device.
+        case: The same call as a case, which runs on the meta device.
         launch: Calls the launcher with the inputs of the case, while launches are recorded.
         units: How many units of work the call does, in which instructions are stated.
         unit: Their name: "weight".
@@ -211,7 +211,7 @@ def row(floor: Floor, gpu: Gpu) -> Row:
     """
     check_compiles()
     with torch.device("meta"), recorded(gpu.processors) as launches:
-        floor.launch(*floor.case.make(0))
+        floor.launch(*floor.case.make(torch.device("meta")))
     if not launches:
         raise ConfigError(f"{floor.case.name}: its floor launches nothing: call the kernel's launcher there")
     found = [_counted(launch, gpu.target, floor.loops) for launch in launches]

@@ -19,9 +19,13 @@ from permtriton.kernels.quantize import quantize
 from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.kernels.sparse_linear_fp8 import unpack_fp8
 from permtriton.kernels.tools.case import Arguments
-from permtriton.kernels.tools.cases.norm_permute import EPS
-from permtriton.kernels.tools.cases.quantize import norm_quantize_case, quantize_case, silu_quantize_case
-from permtriton.kernels.tools.cases.sparse_linear_fp8 import sparse_linear_fp8_case
+from permtriton.kernels.tools.cases import (
+    EPS,
+    norm_quantize_case,
+    quantize_case,
+    silu_quantize_case,
+    sparse_linear_fp8_case,
+)
 
 
 def products(bench: Bench) -> None:
@@ -30,7 +34,7 @@ def products(bench: Bench) -> None:
     for tokens in bench.pick((*FEW, *MORE, MANY[0]), (1, 16)):
         name = fp8_product_name(tokens)
         for rows, channels in layer:
-            case, peers = sparse_linear_fp8_case(tokens, rows, channels, bench.dtype, bench.device), _peers(channels)
+            case, peers = sparse_linear_fp8_case(tokens, rows, channels, bench.dtype), _peers(channels)
             how: dict[str, Any] = {"seconds": 1.0, "reads": tokens in FEW, "label": f"{rows}x{channels}"}
             bench.compare(name, case, peers, unlike=(DENSE, "packed 2:4, 16 bits"), **how)
         weighted(bench, name, layer, LAYER)
@@ -40,7 +44,7 @@ def _peers(channels: int) -> dict[str, Prepare]:
     """Products of the same weight; those in FP8 quantize their input by the same kernel."""
 
     def in_16_bits(inputs: Arguments) -> Tensor:
-        x, values, positions, scale = inputs
+        x, values, positions, scale = inputs[:4]
         return unpack_fp8(values, positions, scale, channels, PATTERN).to(x.dtype)
 
     def dense(inputs: Arguments) -> Callable[[], Tensor]:
@@ -50,7 +54,7 @@ def _peers(channels: int) -> dict[str, Prepare]:
         return partial(sparse_linear, inputs[0], *pack(in_16_bits(inputs), PATTERN), None, None, channels, PATTERN)
 
     def dense_fp8(inputs: Arguments) -> Callable[[], Tensor]:
-        x, values, positions, scale = inputs
+        x, values, positions, scale = inputs[:4]
         weight, row_scale = unpack(values, positions, channels, PATTERN).t(), scale.view(1, -1)
 
         def run() -> Tensor:
@@ -60,7 +64,7 @@ def _peers(channels: int) -> dict[str, Prepare]:
         return run
 
     def by_cusparselt(inputs: Arguments) -> Callable[[], Tensor]:
-        x, values, positions, scale = inputs
+        x, values, positions, scale = inputs[:4]
         form = torch._cslt_compress(unpack(values, positions, channels, PATTERN))
         missing = -len(x) % 16  # which this library wants of FP8
 
@@ -77,7 +81,7 @@ def _peers(channels: int) -> dict[str, Prepare]:
 def activations(bench: Bench) -> None:
     """Quantizing per token, alone and after a gate, against eager torch, torch.compile and a copy of the same bytes."""
     for rows, channels in bench.pick([(16384, 4096), (16384, 14336), (16, 14336)], [(8, 256)]):
-        shape = (rows, channels, bench.dtype, bench.device)
+        shape = (rows, channels, bench.dtype)
         for name, make, eager in (
             ("quantize", quantize_case, lambda x, _: _eager(x)),
             ("silu_quantize", silu_quantize_case, lambda gate, up: _eager(silu(gate) * up)),
@@ -88,7 +92,7 @@ def activations(bench: Bench) -> None:
 def after_norms(bench: Bench) -> None:
     """RMSNorm that permutes and quantizes against the norm alone, the norm that permutes, and both in two kernels."""
     for rows, channels in bench.pick([(16384, 4096), (2048, 4096), (16, 4096)], [(8, 256)]):
-        case = norm_quantize_case(rows, channels, bench.dtype, bench.device)
+        case = norm_quantize_case(rows, channels, bench.dtype)
         alone: dict[str, Prepare] = {
             "our RMSNorm alone": lambda inputs: partial(rms_norm_alone, inputs[0], inputs[1], EPS),
             "our RMSNorm that permutes": lambda inputs: partial(norm_permute, *inputs),

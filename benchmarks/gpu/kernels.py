@@ -21,18 +21,21 @@ from permtriton.kernels.placement import placement_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
 from permtriton.kernels.sparsegpt_block import sparsegpt_block_reference
 from permtriton.kernels.tools.case import BLOCK, Arguments, Case
-from permtriton.kernels.tools.cases.assignment import assignment_case
-from permtriton.kernels.tools.cases.distances import distances_case
-from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
-from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
-from permtriton.kernels.tools.cases.packing import unpack_case
-from permtriton.kernels.tools.cases.permute import permute_case
-from permtriton.kernels.tools.cases.placement import placement_case
-from permtriton.kernels.tools.cases.sinkhorn import sinkhorn_backward_case, sinkhorn_case
-from permtriton.kernels.tools.cases.sparsegpt_block import sparsegpt_block_case
-from permtriton.kernels.tools.cases.swap_gains import swap_gains_case
+from permtriton.kernels.tools.cases import (
+    assignment_case,
+    distances_case,
+    nm_mask_backward_case,
+    nm_mask_case,
+    norm_permute_case,
+    permute_case,
+    placement_case,
+    sinkhorn_backward_case,
+    sinkhorn_case,
+    sparsegpt_block_case,
+    swap_gains_case,
+    unpack_case,
+)
 from permtriton.kernels.tools.timing import relative_error
-from permtriton.util.sparsity import NMPattern
 
 BLOCKS_7B = 32 * (3 * 4096 + 11008) // 64  # of one step on LLaMA-2-7B shapes: q/k/v, o, gate/up and down, 32 layers
 
@@ -54,7 +57,7 @@ def permute(bench: Bench, sizes: Sequence[tuple[int, int]] = ((16384, 11008), (2
     """The gather against a copy of the same bytes, index_select, the CUDA kernel and a product with a matrix."""
     for rows, channels in bench.pick(sizes, [(8, 256)]):
         for in_blocks in (True, False):
-            case = permute_case(rows, channels, bench.dtype, bench.device, in_blocks)
+            case = permute_case(rows, channels, bench.dtype, in_blocks)
             in_cuda = partial(_cuda_permute, block_size=BLOCK if in_blocks else None)
             peers: dict[str, Prepare] = {"index_select": _index_select, "the kernel in CUDA": in_cuda}
             peers["a product with a permutation matrix"] = _matrix
@@ -84,14 +87,14 @@ def _matrix(inputs: Arguments) -> Callable[[], Tensor]:
 def norm(bench: Bench) -> None:
     """RMSNorm with the permutation against RMSNorm alone, ours and torch's, and against torch's with index_select."""
     for rows, channels in bench.pick([(16384, 4096), (2048, 4096)], [(8, 256)]):
-        case = norm_permute_case(rows, channels, bench.dtype, bench.device)
+        case = norm_permute_case(rows, channels, bench.dtype)
         alone: dict[str, Prepare] = {
             "our RMSNorm alone": lambda inputs: partial(rms_norm_alone, inputs[0], inputs[1], 1e-5),
             "torch's RMSNorm alone": lambda inputs: partial(_torch_norm, inputs),
         }
         peers = {**alone, "torch's RMSNorm and index_select": _norm_and_select}
         bench.compare(f"RMSNorm + permute, {rows} rows", case, peers, unlike=alone, copies=True)
-        x, weight = case.make(0)[:2]
+        x, weight = case.make(bench.device)[:2]
         wrong = relative_error(rms_norm_alone(x, weight, 1e-5), rms_norm(x, weight.shape, weight, 1e-5))
         bench.find(f"our RMSNorm alone, {rows} rows", f"{wrong:.2g} from torch's", wrong < 2e-2)
 
@@ -136,7 +139,7 @@ def rms_norm_alone(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def relaxations(bench: Bench) -> None:
     """The relaxation of one step's permutations, forward and backward."""
     for name, make in (("forward", sinkhorn_case), ("backward", sinkhorn_backward_case)):
-        case = make(*bench.pick((BLOCKS_7B, 64), (4, 16)), bench.device)
+        case = make(*bench.pick((BLOCKS_7B, 64), (4, 16)))
         bench.compare(f"sinkhorn {name}", case, {}, copies=True)
 
 
@@ -146,14 +149,14 @@ def sinkhorn(bench: Bench) -> None:
     The peers' backward pass is the analytic one of the reference, a stronger peer than autograd's.
     """
     blocks, size = bench.pick((BLOCKS_7B, 64), (4, 16))
-    forward, backward = (make(blocks, size, bench.device) for make in (sinkhorn_case, sinkhorn_backward_case))
+    forward, backward = (make(blocks, size) for make in (sinkhorn_case, sinkhorn_backward_case))
 
     def both(grad: Tensor, logits: Tensor) -> Tensor:
         _, rows, columns = torch.ops.permtriton.sinkhorn(logits, 0.5, 5)
         return torch.ops.permtriton.sinkhorn_backward(grad, logits, rows, columns, 0.5)
 
     joined = Case(
-        "sinkhorn both", forward.shape, forward.dtype, lambda seed: backward.make(seed)[:2], both,
+        "sinkhorn both", forward.shape, forward.dtype, lambda random: backward.inputs(random)[:2], both,
         lambda grad, logits: _both_eager(grad.double(), logits.double()), backward.limit,
         forward.bytes + backward.bytes,
     )  # fmt: skip
@@ -174,7 +177,7 @@ def eager_and_compiled(bench: Bench, function: Callable[..., Any]) -> dict[str, 
 
 def assignment(bench: Bench, scipy: bool = True) -> None:
     """One step's hard permutations, against scipy on the host, without copies, and torch-linear-assignment."""
-    case = assignment_case(*bench.pick((BLOCKS_7B, 64), (4, 16)), bench.device)
+    case = assignment_case(*bench.pick((BLOCKS_7B, 64), (4, 16)))
     figures: dict[str, Callable[[float], float]] = {"milliseconds": lambda s: s * 1e3}
     if not scipy:
         bench.compare("assignment, ours alone", case, {}, figures=figures)
@@ -216,21 +219,21 @@ def masks(bench: Bench) -> None:
     """The masked weight of the largest linear, the gradient of its permutation, and unpacking it."""
     rows, channels = bench.pick((11008, 4096), (96, 128))
 
-    def forward(*inputs: Any) -> Tensor:
-        return nm_mask_reference(*inputs[:4], NMPattern(2, 4))
+    def forward(weight: Tensor, factors: Any, index: Tensor, _soft: Tensor, *others: Any) -> Tensor:
+        return nm_mask_reference(weight, factors, index, *others[:2])
 
-    def backward(*inputs: Any) -> Any:
-        return nm_mask_backward_reference(inputs[4], *inputs[:4], 4, True)
-
-    for name, make, eager in (("forward", nm_mask_case, forward), ("backward", nm_mask_backward_case, backward)):
+    for name, make, eager in (
+        ("forward", nm_mask_case, forward),
+        ("backward", nm_mask_backward_case, nm_mask_backward_reference),
+    ):
         peers: dict[str, Prepare] = {"eager torch": lambda inputs, eager=eager: partial(eager, *inputs)}
-        bench.compare(f"nm_mask {name}", make(rows, channels, bench.dtype, bench.device), peers, copies=True)
-    bench.compare("unpack", unpack_case(rows, channels, bench.dtype, bench.device), {}, copies=True)
+        bench.compare(f"nm_mask {name}", make(rows, channels, bench.dtype), peers, copies=True)
+    bench.compare("unpack", unpack_case(rows, channels, bench.dtype), {}, copies=True)
 
 
 def placements(bench: Bench) -> None:
     """The gradient of the block permutations of the largest linear, with its terms."""
-    case = placement_case(*bench.pick((11008, 4096), (96, 128)), bench.dtype, bench.device)
+    case = placement_case(*bench.pick((11008, 4096), (96, 128)), bench.dtype)
     peers: dict[str, Prepare] = {"eager torch": lambda inputs: partial(placement_reference, *inputs)}
     figures: dict[str, Callable[[float], float]] = {PAIRS: lambda s: case.flops / 3e12 / s}
     bench.compare("placement", case, peers, figures=figures)
@@ -238,14 +241,14 @@ def placements(bench: Bench) -> None:
 
 def swaps(bench: Bench) -> None:
     """The gains of swaps between 1024 positions and all; nothing else computes them, so there is no peer."""
-    case = swap_gains_case(*bench.pick((11008, 4096), (24, 32)), bench.device)
+    case = swap_gains_case(*bench.pick((11008, 4096), (24, 32)))
     figures: dict[str, Callable[[float], float]] = {PAIRS: lambda s: case.flops / 6e12 / s}
     bench.compare("swap_gains", case, {}, figures=figures)
 
 
 def distance(bench: Bench) -> None:
     """The heuristic order's distances between columns, against `torch.cdist`."""
-    case = distances_case(*bench.pick((11008, 64), (24, 1)), bench.device)
+    case = distances_case(*bench.pick((11008, 64), (24, 1)))
     peers: dict[str, Prepare] = {"torch.cdist": lambda inputs: partial(distances_reference, *inputs)}
     figures: dict[str, Callable[[float], float]] = {PAIRS: lambda s: case.flops / 3e12 / s}
     bench.compare("distances", case, peers, figures=figures)
@@ -253,6 +256,6 @@ def distance(bench: Bench) -> None:
 
 def sparsegpt_blocks(bench: Bench) -> None:
     """SparseGPT's pass over a block of channels of the largest linear, against plain torch."""
-    case = sparsegpt_block_case(bench.pick(11008, 24), bench.device)
+    case = sparsegpt_block_case(bench.pick(11008, 24))
     peers: dict[str, Prepare] = {"eager torch": lambda inputs: partial(sparsegpt_block_reference, *inputs)}
     bench.compare("sparsegpt_block", case, peers, streamed=peers, copies=True)

@@ -27,8 +27,7 @@ from permtriton.kernels.autotune import choices
 from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import unpack
 from permtriton.kernels.tools.case import Arguments, Case, larger_half
-from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
-from permtriton.kernels.tools.cases.sparse_linear import sparse_linear_case
+from permtriton.kernels.tools.cases import norm_permute_case, sparse_linear_case
 from permtriton.kernels.tools.timing import Timing, measure, relative_error
 from permtriton.methods.planning import plan_model
 from permtriton.model.forward import hidden_states
@@ -60,7 +59,7 @@ def _products(bench: Bench, counts: Sequence[int], layer: dict[tuple[int, int], 
     for tokens in bench.pick(counts, (1, 16)):
         name = product_name(tokens)
         for rows, channels in layer:
-            case = sparse_linear_case(tokens, rows, channels, bench.dtype, bench.device)
+            case = sparse_linear_case(tokens, rows, channels, bench.dtype)
             how: dict[str, Any] = {"seconds": 1.0, "reads": tokens in FEW, "label": f"{rows}x{channels}"}
             bench.compare(name, case, _peers(channels), **how)
         weighted(bench, name, layer, total)
@@ -72,7 +71,7 @@ def table_3(bench: Bench) -> None:
     Then what its kernel is compared with: the permutation alone.
     """
     for label, (rows, channels) in bench.pick(table.TABLE_3, {"tiny": (64, 128)}).items():
-        shape = (bench.pick(2048, 32), rows, channels, bench.dtype, bench.device)
+        shape = (bench.pick(2048, 32), rows, channels, bench.dtype)
         for gather, name in ((False, "Table 3, 2:4"), (True, "Table 3, 2:4 and permutation")):
             peers = {DENSE: _peers(channels)[DENSE]}
             unlike = [DENSE] if gather else []
@@ -105,11 +104,11 @@ def prefill(bench: Bench) -> None:
     """
     for tokens in bench.pick(MANY, (32,)):
         for rows, channels in bench.pick(list(LAYER_8B), [(64, 128)]):
-            shape = (tokens, rows, channels, bench.dtype, bench.device)
+            shape = (tokens, rows, channels, bench.dtype)
             peers, label = _peers(channels), f"{rows}x{channels}"
             bench.compare(f"{PREFILL}, {tokens} tokens", sparse_linear_case(*shape), peers, seconds=1.0, label=label)
     tokens, rows, channels = bench.pick((4096, 14336, HIDDEN), (32, 64, 128))
-    shape, label = (tokens, rows, channels, bench.dtype, bench.device), f"{rows}x{channels}"
+    shape, label = (tokens, rows, channels, bench.dtype), f"{rows}x{channels}"
     after: dict[str, Prepare] = {BARE: partial(_norm_and_bare, channels)}
     name = f"after a norm, then prefill, {tokens} tokens"
     bench.compare(name, _after_norm_case(*shape), after, seconds=1.0, unlike=after, label=label)
@@ -117,13 +116,13 @@ def prefill(bench: Bench) -> None:
     bench.compare(f"gather, then prefill, {tokens} tokens", gather, bare, seconds=1.0, unlike=[BARE], label=label)
 
 
-def _after_norm_case(tokens: int, rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
+def _after_norm_case(tokens: int, rows: int, channels: int, dtype: torch.dtype) -> Case:
     """RMSNorm that writes a permuted order, then a linear with a packed weight in that order."""
-    norm = norm_permute_case(tokens, channels, dtype, device)
-    sparse = sparse_linear_case(tokens, rows, channels, dtype, device)
+    norm = norm_permute_case(tokens, channels, dtype)
+    sparse = sparse_linear_case(tokens, rows, channels, dtype)
     return dataclasses.replace(
         sparse, op="RMSNorm + sparse_linear",
-        make=lambda seed: (*norm.make(seed), *sparse.make(seed)[1:]),
+        inputs=lambda random: (*norm.inputs(random), *sparse.inputs(random)[1:]),
         run=lambda *inputs: sparse.run(norm.run(*inputs[:5]), *inputs[5:]),
         reference=lambda *inputs: sparse.reference(norm.reference(*inputs[:5]).to(dtype), *inputs[5:]),
         limit=norm.limit + sparse.limit, bytes=norm.bytes + sparse.bytes, tables={**norm.tables, **sparse.tables},

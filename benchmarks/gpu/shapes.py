@@ -20,16 +20,22 @@ from permtriton.kernels.packing import unpack_triton
 from permtriton.kernels.permute import permute_triton
 from permtriton.kernels.sinkhorn import sinkhorn_backward_triton, sinkhorn_triton
 from permtriton.kernels.swap_gains import SwapTerms, swap_gains_triton
-from permtriton.kernels.tools.case import BLOCK, PATTERN
-from permtriton.kernels.tools.cases.assignment import assignment_case
-from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
-from permtriton.kernels.tools.cases.norm_permute import add_norm_permute_case, norm_permute_case
-from permtriton.kernels.tools.cases.packing import unpack_case
-from permtriton.kernels.tools.cases.permute import permute_case
-from permtriton.kernels.tools.cases.placement import placement_case
-from permtriton.kernels.tools.cases.sinkhorn import sinkhorn_backward_case, sinkhorn_case
-from permtriton.kernels.tools.cases.sparse_linear import sparse_linear_case
-from permtriton.kernels.tools.cases.swap_gains import POSITIONS, swap_gains_case
+from permtriton.kernels.tools.case import BLOCK
+from permtriton.kernels.tools.cases import (
+    POSITIONS,
+    add_norm_permute_case,
+    assignment_case,
+    nm_mask_backward_case,
+    nm_mask_case,
+    norm_permute_case,
+    permute_case,
+    placement_case,
+    sinkhorn_backward_case,
+    sinkhorn_case,
+    sparse_linear_case,
+    swap_gains_case,
+    unpack_case,
+)
 
 BLOCKS = 11648  # of a model of 7 billion weights
 ROWS, CHANNELS = 11008, 4096  # of its largest linear
@@ -39,20 +45,20 @@ META = torch.device("meta")
 
 def floors(gpu: Gpu) -> Iterator[Floor]:
     """Yields the shapes of each kernel, of a model of 7 billion weights; ``gpu`` runs the kernels in CUDA."""
-    case, elements = permute_case(TOKENS, ROWS, torch.bfloat16, META), TOKENS * ROWS
+    case, elements = permute_case(TOKENS, ROWS, torch.bfloat16), TOKENS * ROWS
     yield Floor(case, permute_triton, elements, "element", _per_tile)
-    case, elements = norm_permute_case(TOKENS, CHANNELS, torch.bfloat16, META), TOKENS * CHANNELS
+    case, elements = norm_permute_case(TOKENS, CHANNELS, torch.bfloat16), TOKENS * CHANNELS
     yield Floor(case, norm_permute_triton, elements, "element", _per_row)
-    case = add_norm_permute_case(TOKENS, CHANNELS, torch.bfloat16, META)
+    case = add_norm_permute_case(TOKENS, CHANNELS, torch.bfloat16)
     yield Floor(case, add_norm_permute_triton, elements, "element", _per_row)
     entries = BLOCKS * BLOCK * BLOCK
     for make, launch in ((sinkhorn_case, sinkhorn_triton), (sinkhorn_backward_case, sinkhorn_backward_triton)):
-        yield Floor(make(BLOCKS, BLOCK, META), launch, entries, "entry", lambda launch: (launch.numbers["rounds"],))
-    yield Floor(assignment_case(BLOCKS, BLOCK, META), launched, entries, "score", None)
+        yield Floor(make(BLOCKS, BLOCK), launch, entries, "entry", lambda launch: (launch.numbers["rounds"],))
+    yield Floor(assignment_case(BLOCKS, BLOCK), launched, entries, "score", None)
     yield from _of_masks()
     yield _of_placements()
     yield _of_swaps()
-    case = unpack_case(ROWS, CHANNELS, torch.bfloat16, META)
+    case = unpack_case(ROWS, CHANNELS, torch.bfloat16)
     yield Floor(case, unpack_triton, ROWS * CHANNELS, "weight", lambda launch: ())
     for tokens in (16, 64):
         yield floor_of(tokens, ROWS, CHANNELS, gpu)
@@ -68,19 +74,16 @@ def _per_row(launch: Launch) -> tuple[float, ...]:
 
 
 def _of_masks() -> Iterator[Floor]:
-    def forward(weight: Tensor, factors: Any, index: Tensor, sizes: list[int], _grad: Tensor) -> Tensor:
-        return nm_mask_triton(weight, factors, index, sizes, PATTERN)
-
-    def backward(weight: Tensor, factors: Any, index: Tensor, sizes: list[int], grad: Tensor) -> Tensor:
-        return nm_mask_backward_triton(grad, weight, factors, index, sizes, PATTERN.group, True)
+    def forward(weight: Tensor, factors: Any, index: Tensor, _soft: Tensor, *others: Any) -> Tensor:
+        return nm_mask_triton(weight, factors, index, *others[:2])
 
     def loops(launch: Launch) -> tuple[float, ...]:  # once per tile of rows; blocks larger than a tile have a loop more
         rows = launch.numbers["rows"] * launch.constants["ALIGN"]
         return (triton.cdiv(rows, launch.constants["TILE_O"]) / launch.grid[1],)
 
-    shape, weights = (ROWS, CHANNELS, torch.bfloat16, META), ROWS * CHANNELS
+    shape, weights = (ROWS, CHANNELS, torch.bfloat16), ROWS * CHANNELS
     yield Floor(nm_mask_case(*shape), forward, weights, "weight", lambda launch: ())
-    yield Floor(nm_mask_backward_case(*shape), backward, weights, "weight", loops)
+    yield Floor(nm_mask_backward_case(*shape), nm_mask_backward_triton, weights, "weight", loops)
 
 
 def _of_placements() -> Floor:
@@ -88,12 +91,12 @@ def _of_placements() -> Floor:
         parts = [torch.empty(ROWS, CHANNELS, device=META).t() for _ in range(4)]
         return placement.launched(SwapTerms(*parts, torch.empty(CHANNELS, device=META)), inputs[3], BLOCK)
 
-    case, pairs = placement_case(ROWS, CHANNELS, torch.bfloat16, META), CHANNELS * BLOCK
+    case, pairs = placement_case(ROWS, CHANNELS, torch.bfloat16), CHANNELS * BLOCK
     return Floor(case, launch, pairs * ROWS, "pair and row", lambda launch: (launch.numbers["steps"],))
 
 
 def _of_swaps() -> Floor:
-    pairs, case = POSITIONS * CHANNELS, swap_gains_case(ROWS, CHANNELS, META)
+    pairs, case = POSITIONS * CHANNELS, swap_gains_case(ROWS, CHANNELS)
     return Floor(case, swap_gains_triton, pairs * ROWS, "pair and row", lambda launch: (launch.numbers["rows"],))
 
 
@@ -102,10 +105,10 @@ def floor_of(tokens: int, rows: int, channels: int, gpu: Gpu) -> Floor:
     product = mma.Product(tokens, rows, channels, torch.bfloat16)
     variant = mma.variant_of(mma.configs_for(product, gpu.limits)[0], product, gpu.limits)
 
-    def launch(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: None) -> Tensor:
+    def launch(x: Tensor, values: Tensor, positions: Tensor, *_: object) -> Tensor:
         return variant.launch(x, values, positions, None)
 
-    case = sparse_linear_case(tokens, rows, channels, torch.bfloat16, META)
+    case = sparse_linear_case(tokens, rows, channels, torch.bfloat16)
     case = replace(case, op=f"{case.op} mma")
     return Floor(case, launch, rows * channels // 2, "kept value", _mma_loops)
 

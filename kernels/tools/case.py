@@ -1,7 +1,7 @@
 """Calls on which a kernel is checked, tuned and measured: inputs, call, reference, and the least bytes it must move.
 
-The cases of each kernel are in the folder cases. Tuning and benchmarks use the same cases, so that a configuration is
-chosen by the call whose time is reported.
+Tuning and benchmarks use the same cases, those of `permtriton.kernels.tools.cases`, so that a configuration is chosen
+by the call whose time is reported.
 """
 
 import warnings
@@ -31,7 +31,7 @@ class Case:
     op: str  # kernel, and "backward" if it is the backward pass
     shape: str  # shape, for people
     dtype: torch.dtype  # dtype of the data moved
-    make: Callable[[int], Arguments]  # seed -> inputs, on the case's device
+    inputs: Callable[["Random"], Arguments]  # random numbers of a device -> inputs, on that device
     run: Callable[..., Any]  # the call
     reference: Callable[..., Any]  # the expected result from the same inputs, in plain torch
     limit: float  # largest error allowed
@@ -45,9 +45,12 @@ class Case:
     def name(self) -> str:
         return f"{self.op} {self.shape} {str(self.dtype).removeprefix('torch.')}"
 
-    def check(self, seed: int = 0) -> str | None:
+    def make(self, device: torch.device, seed: int = 0) -> Arguments:
+        return self.inputs(Random(seed, device))
+
+    def check(self, device: torch.device, seed: int = 0) -> str | None:
         """Runs the call once on fresh inputs with poisoned outputs; returns what is wrong, or None."""
-        inputs = self.make(seed)
+        inputs = self.make(device, seed)
         with torch.no_grad():
             with _poisoned():
                 out = self.run(*inputs)
@@ -60,13 +63,13 @@ class Random:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
-        self._generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
+        self.generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, generator=self._generator, device=self.device, dtype=dtype)
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype)
 
     def uniform(self, count: int) -> Tensor:
-        return torch.rand(count, generator=self._generator, device=self.device)
+        return torch.rand(count, generator=self.generator, device=self.device)
 
     def near_identity(self, blocks: int, size: int) -> Tensor:
         """Returns float32 logits ``[blocks, size, size]`` near the identity."""
@@ -129,8 +132,3 @@ def unequal(out: Tensor, expected: Tensor) -> float:
 def rounding(dtype: torch.dtype) -> float:
     """Returns the relative error allowed for a dtype."""
     return {torch.float32: 1e-4, torch.float16: 2e-3}.get(dtype, 1e-2)
-
-
-def blocks_of(shapes: Shapes) -> int:
-    """Returns how many blocks of `BLOCK` channels linears of these shapes (out, in) have together."""
-    return sum(max(in_features // BLOCK, 1) for _, in_features in shapes)
