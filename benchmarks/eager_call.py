@@ -37,7 +37,7 @@ CHANNELS = 4096
 def stand_in() -> Iterator[None]:
     """Inside the ``with`` block, tensors on the CPU are on a GPU whose driver answers at once and does nothing."""
     driver = SimpleNamespace(cuCtxSetCurrent=lambda *_: 0, cuLaunchKernelEx=lambda *_: 0)
-    loaded = runtime.Loaded(None, None, (runtime._Attribute * 0)())
+    loaded = runtime.Loaded(runtime.CudaKernel("", "", 32), None, None, (runtime._Attribute * 0)())
     cuda = {"is_available": True, "current_device": 0, "current_stream": SimpleNamespace(cuda_stream=0),
             "is_current_stream_capturing": False}  # fmt: skip
     with ExitStack() as stack:

@@ -182,7 +182,7 @@ def assignment_triton(score: Tensor) -> Tensor:
     """
     index = launched(score)
     capturing = score.is_cuda and torch.cuda.is_current_stream_capturing()
-    if index.numel() and not capturing and bool((index[:, 0] < 0).any()):
+    if not capturing and bool((index[:, 0] < 0).any()):
         raise refusal(score)
     return index
 
@@ -191,10 +191,9 @@ def launched(score: Tensor) -> Tensor:
     """Returns the index, all -1 in blocks without an assignment."""
     blocks, size, _ = score.shape
     index = torch.empty((blocks, size), dtype=torch.int32, device=score.device)
-    if index.numel():
-        config = config_for("assignment", CONFIGS, (blocks, size), score.dtype)
-        score, padded = score.detach().contiguous(), max(triton.next_power_of_2(size), 32)
-        _assignment_kernel[(blocks,)](score, index, SIZE=size, PADDED=padded, **config.arguments())
+    config = config_for("assignment", CONFIGS, (blocks, size), score.dtype)
+    score, padded = score.detach().contiguous(), max(triton.next_power_of_2(size), 32)
+    _assignment_kernel[(blocks,)](score, index, SIZE=size, PADDED=padded, **config.arguments())
     return index
 
 

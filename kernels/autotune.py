@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,16 @@ class Request:
 class _State:
     """State of the process: what was read from the file, what was decided, and what is forced or collected."""
 
-    measured: dict[tuple[str, tuple[int, ...], torch.dtype, int], Config | None] = field(default_factory=dict)
+    fastest: dict[int, dict[str, Config]] = field(default_factory=dict)  # device -> key -> configuration
     decisions: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # arguments of `decided` -> its result
-    entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # device -> key -> entry of the cache file
     forced: Mapping[str, Config] = field(default_factory=dict)
     requests: dict[str, Request] | None = None  # key -> request
     choices: dict[str, str] | None = None
 
     def forget(self) -> None:
         """Makes the next launch read the file again."""
-        self.measured.clear()
+        self.fastest.clear()
         self.decisions.clear()
-        self.entries.clear()
 
 
 _STATE = _State()
@@ -59,7 +58,7 @@ _STATE = _State()
 def config_for(
     op: str,
     configs: Sequence[Config],
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     dtype: torch.dtype,
     search: Callable[[], Config | None] | None = None,
 ) -> Config:
@@ -73,20 +72,19 @@ def config_for(
         search: Returns a configuration that a library finds, which ``configs`` need not hold, or None. Called on a GPU
             if none was measured or is forced, and then its result is kept; also called while requests are collected.
     """
+    key = entry_key(op, shape, dtype)
     if _STATE.requests is not None:  # the default unless forced, so that no measurement alters later ones
-        key, found = entry_key(op, shape, dtype), search() if search is not None else None
-        tried = tuple(dict.fromkeys(filter(None, [*configs, found])))
+        tried = tuple(dict.fromkeys(filter(None, [*configs, search() if search is not None else None])))
         _STATE.requests.setdefault(key, Request(key, op, tried, _STATE.forced))
         return _STATE.forced.get(op, configs[0])
     if op in _STATE.forced:
         config = _STATE.forced[op]
     else:  # what was measured is used only if ``configs`` holds it: the table may have changed, or a call exclude it
-        best = _measured(op, shape, dtype)
+        best = _fastest().get(key)
         if best is None and search is not None and torch.cuda.is_initialized() and (best := search()) is not None:
-            _keep(op, shape, dtype, best)
+            _keep(key, best)
         config = best if best is not None and (search is not None or best in configs) else configs[0]
-    if _STATE.choices is not None:
-        _STATE.choices[entry_key(op, shape, dtype)] = describe(config)
+    note(key, config)
     return config
 
 
@@ -106,19 +104,20 @@ def decided(decide: Callable[..., Any], *arguments: Any) -> Any:
     return state.decisions[key]
 
 
-def _keep(op: str, shape: Sequence[int], dtype: torch.dtype, config: Config) -> None:
+def _keep(key: str, config: Config) -> None:
     """Stores a configuration that a library chose on this GPU, for this process and, if possible, for later ones."""
     with suppress(OutputError):
-        write_entries(cache_file(), machine_key(), {entry_key(op, shape, dtype): {"config": asdict(config)}})
-    _STATE.measured[op, bucket(shape), dtype, torch.cuda.current_device()] = config
+        write_entries(cache_file(), machine_key(), {key: {"config": asdict(config)}})
+    _fastest()[key] = config
 
 
-def bucket(shape: Sequence[int]) -> tuple[int, ...]:
+def bucket(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape with its first number rounded up to a power of two."""
     return (1 << max(int(shape[0]) - 1, 0).bit_length(), *map(int, shape[1:])) if len(shape) else ()
 
 
-def entry_key(op: str, shape: Sequence[int], dtype: torch.dtype) -> str:
+@lru_cache(1 << 12)
+def entry_key(op: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """Returns a key such as ``op 2048x4096 bfloat16``, with the shape's first number rounded up as by `bucket`."""
     return f"{op} {'x'.join(map(str, bucket(shape)))} {str(dtype).removeprefix('torch.')}"
 
@@ -143,21 +142,21 @@ def cache_file() -> Path:
 
 def forced(configs: Mapping[str, Config]) -> AbstractContextManager[Mapping[str, Config]]:
     """Within the context, makes launches that read a table use its configuration in ``configs``."""
-    return _within("forced", {**_STATE.forced, **configs})
+    return _replaced("forced", {**_STATE.forced, **configs})
 
 
 def requests() -> AbstractContextManager[dict[str, Request]]:
     """Within the context, collects the calls of `config_for`, in order, the first for each `entry_key`."""
-    return _within("requests", {})
+    return _replaced("requests", {})
 
 
 def choices() -> AbstractContextManager[dict[str, str]]:
     """Within the context, collects the configuration of each launch, by `entry_key`, and the entries of `note`."""
-    return _within("choices", {})
+    return _replaced("choices", {})
 
 
 @contextmanager
-def _within(attribute: str, value: Any) -> Iterator[Any]:
+def _replaced(attribute: str, value: Any) -> Iterator[Any]:
     before = getattr(_STATE, attribute)
     setattr(_STATE, attribute, value)
     try:
@@ -166,10 +165,10 @@ def _within(attribute: str, value: Any) -> Iterator[Any]:
         setattr(_STATE, attribute, before)
 
 
-def note(what: str, choice: str) -> None:
+def note(what: str, choice: Config | str) -> None:
     """Adds an entry inside the context of `choices`, such as ``note("route 16x4096x4096", "mma")``."""
     if _STATE.choices is not None:
-        _STATE.choices[what] = choice
+        _STATE.choices[what] = choice if isinstance(choice, str) else describe(choice)
 
 
 def describe(config: Config) -> str:
@@ -196,18 +195,15 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
     _STATE.forget()
 
 
-def _measured(op: str, shape: Sequence[int], dtype: torch.dtype) -> Config | None:
-    """Returns the stored fastest configuration on the current GPU, or None; looks it up once."""
+def _fastest() -> dict[str, Config]:
+    """Returns the configurations that were measured on the current GPU, by key; reads the file once."""
     if triton is None or not torch.cuda.is_initialized():
-        return None
+        return {}
     device = torch.cuda.current_device()
-    key = (op, bucket(shape), dtype, device)
-    if key not in _STATE.measured:
-        if device not in _STATE.entries:
-            _STATE.entries[device] = read_entries(cache_file(), machine_key(device))
-        entry = _STATE.entries[device].get(entry_key(op, shape, dtype))
-        _STATE.measured[key] = None if entry is None else Config(**entry["config"])
-    return _STATE.measured[key]
+    if device not in _STATE.fastest:
+        entries = read_entries(cache_file(), machine_key(device))
+        _STATE.fastest[device] = {key: Config(**entry["config"]) for key, entry in entries.items()}
+    return _STATE.fastest[device]
 
 
 def _machines(path: Path) -> dict[str, dict[str, Any]]:

@@ -12,9 +12,7 @@ and kept in the user's cache; `permtriton autotune` compares it with the default
 """
 
 import threading
-import warnings
 from collections import Counter
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from permtriton.kernels.autotune import bucket, config_for
-from permtriton.kernels.launch import Config, has_kernels
+from permtriton.kernels.launch import Config, has_kernels, number_of, warn_once
 
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS = 16  # output and input features must be multiples of it
@@ -51,27 +49,18 @@ def serves(device: torch.device) -> bool:
     So each rank of a group of processes can use cuSPARSELt on its GPU; one process with several GPUs, on one only.
     """
     first = getattr(_THREAD, "device", None)
-    if first is None or first == (number := _number(device)):
+    if first is None or first == (number := number_of(device)):
         return True
-    _warn_once(
-        f"cuSPARSELt runs on one GPU of a process, here on GPU {first}: on GPU {number}, packed weights are unpacked "
-        "for many tokens, which is slower than a dense model; start a process for each GPU"
+    warn_once(
+        f"sparse_linear: cuSPARSELt runs on one GPU of a process, here on GPU {first}: on GPU {number}, packed weights "
+        "are unpacked for many tokens, which is slower than a dense model; start a process for each GPU"
     )
     return False
 
 
-@cache
-def _warn_once(words: str) -> None:
-    warnings.warn(f"sparse_linear: {words}", UserWarning, stacklevel=2)
-
-
-def _number(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
 def _used_on(tensor: Tensor) -> None:
     if tensor.is_cuda and not hasattr(_THREAD, "device"):
-        _THREAD.device = _number(tensor.device)
+        _THREAD.device = number_of(tensor.device)
 
 
 def takes(weight_dtype: torch.dtype, out_features: int, in_features: int) -> bool:
@@ -112,10 +101,10 @@ def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
         if not torch.cuda.is_current_stream_capturing():
             return searched(x_TC, compressed, bias, out_features)
         if x_TC.dtype in SEARCHED:
-            _warn_once(
-                f"cuSPARSELt's algorithm for {'x'.join(map(str, bucket(shape)))} was not searched before this CUDA "
-                "graph is captured, so that the graph keeps its default, which may be 1.5 times slower: run each "
-                "number of tokens once before"
+            warn_once(
+                f"sparse_linear: cuSPARSELt's algorithm for {'x'.join(map(str, bucket(shape)))} was not searched "
+                "before this CUDA graph is captured, so that the graph keeps its default, which may be 1.5 times "
+                "slower: run each number of tokens once before"
             )
         return None
 

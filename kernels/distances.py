@@ -1,10 +1,11 @@
-"""L1 distances of each line of ``left`` from each line of ``right``, block by block, by the kernel of `placement`.
+"""L1 distances of each line of ``left`` from each line of ``right``, block by block.
 
     sum_o |x_o - y_o| = 2 sum_o [x_o > y_o] (x_o - y_o) - sum_o x_o + sum_o y_o
 
 Shapes: ``left`` and ``right`` ``[blocks, size, O]`` -> ``[blocks, size, size]``.
 Bytes moved: for each of the O entries, a tile of 32 by 64 pairs reads 96 numbers twice, 0.4 bytes per pair and entry.
-`torch.cdist`, the reference, runs a program per pair on a GPU, which reads 8 bytes per entry.
+On a GPU the kernel of `placement_gradient` adds up the comparisons; `torch.cdist`, the reference, would run a program
+per pair there, which reads 8 bytes per entry.
 Floor: a comparison, a difference and a multiply-add per pair and entry.
 """
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.operator import operator
-from permtriton.kernels.placement import launched
+from permtriton.kernels.placement_gradient import launched
 from permtriton.kernels.swap_gains import SwapTerms
 
 

@@ -1,7 +1,9 @@
 """What the Triton kernels share: Triton itself, where it can be installed, and how they are launched."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +33,15 @@ def has_kernels(device: torch.device) -> bool:
     if triton is None or device.type != "cuda":
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def number_of(gpu: torch.device) -> int:
+    return torch.cuda.current_device() if gpu.index is None else gpu.index
+
+
+@cache
+def warn_once(words: str) -> None:
+    warnings.warn(words, UserWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)

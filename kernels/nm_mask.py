@@ -263,8 +263,6 @@ def nm_mask_triton(
     """Computes `nm_mask_reference` of what `supports` accepts: the same bits, for finite scores."""
     rows, channels = weight.shape
     masked = torch.empty((channels, rows), dtype=weight.dtype, device=weight.device)
-    if not masked.numel():
-        return masked.t()
     tensors = (weight, *factors.contiguous(), index.contiguous(), masked)
     kept, group = pattern.kept, pattern.group
     options = {"KEPT": kept, "GROUP": group, "POWER": factors.power, "STATISTICS": factors.row is not None}

@@ -273,8 +273,6 @@ def nm_mask_backward_triton(
 ) -> Tensor:
     """Computes `nm_mask_backward_reference` of what `nm_mask.supports` accepts: float32 ``[sum of sizes^2]``."""
     total, rows = sum(size * size for size in blocks), weight.shape[0]
-    if not total or not rows:
-        return torch.zeros(total, dtype=torch.float32, device=weight.device)
     config = config_for("nm_mask_backward", CONFIGS, (rows, weight.shape[1], max(blocks)), weight.dtype)
     aligned = grad.stride(0) == weight.stride(0) == 1 and not any(
         number % ALIGN for number in (rows, grad.stride(1), weight.stride(1), *blocks)

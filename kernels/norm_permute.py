@@ -326,9 +326,8 @@ def _norm_long_bwd_kernel(
 
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernels support the dtypes and the input is not empty; float64 runs the reference."""
-    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
-    return dtypes <= set(DTYPES) and x.numel() > 0
+    """Whether the kernels support the dtypes; float64 runs the reference."""
+    return all(tensor is None or tensor.dtype in DTYPES for tensor in (x, weight, bias))
 
 
 def norm_permute_triton(
@@ -344,8 +343,9 @@ def norm_permute_triton(
 
     Args:
         x, weight, bias, index, variant: as `norm_permute` takes them.
-        added: (residual that is added to ``x``, output for the sum), both in the dtype and shape of ``x``.
-        token_scale: Output for the scales of a quantized result, only if `holds` accepts the rows; None: not quantized.
+        added: (residual that is added to ``x``, output for the sum), both in the dtype and shape of ``x``, or None.
+        token_scale: Output for the scales of a quantized result; None: not quantized. Neither this nor ``added`` is
+            possible for rows that `holds` refuses.
     """
     kind, eps, offset = variant.kind, variant.eps, variant.offset
     hidden, dtype = rows_of(x), weight.dtype if kind == "rms" else x.dtype
@@ -358,8 +358,6 @@ def norm_permute_triton(
     shared = {"KIND": KINDS.index(kind), "BIAS": bias is not None}
     residual, total = (hidden, y) if added is None else (rows_of(added[0]), added[1])
     if not holds(hidden):
-        if added is not None:
-            arguments = (rows_of(torch.add(x, added[0], out=total)), *arguments[1:7], channels, eps, offset)
         grid = (programs_for(x, rows, LONG_PROGRAMS),)
         _norm_long_fwd_kernel[grid](*arguments, TILE=LONG_TILE, num_warps=8, **shared)
         return y
@@ -389,8 +387,12 @@ def add_norm_permute_triton(
     x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Computes `add_norm_permute` of inputs that `takes` accepts, with ``residual`` in the dtype of ``x``."""
+    variant = NormVariant("rms", eps)
+    if not holds(rows_of(x)):
+        total = (x + residual).contiguous()
+        return norm_permute_triton(total, weight, None, index, variant), total
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return norm_permute_triton(x, weight, None, index, NormVariant("rms", eps), added=(residual, total)), total
+    return norm_permute_triton(x, weight, None, index, variant, added=(residual, total)), total
 
 
 def norm_permute_backward_triton(

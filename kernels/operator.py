@@ -6,8 +6,8 @@ list of names is written twice: ``importance: ImportanceFactors`` becomes ``impo
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
@@ -38,7 +38,8 @@ def operator(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator that registers a function as ``torch.ops.permtriton.<name>`` and makes it call the operator.
 
-    The function itself is the reference: it runs on a CPU, and on a GPU where the launcher does not support a call.
+    The function itself is the reference: it runs on a CPU, and on a GPU where the launcher does not support a call, or
+    where the first tensor is empty.
     ``fake``, ``check``, ``launcher`` and ``supports`` take the function's arguments.
 
     Args:
@@ -56,13 +57,10 @@ def operator(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = _Parameters(function)
 
-        def on_gpu(*arguments: Any) -> Any:
-            device = arguments[0].device
-            for one in arguments:  # a kernel would take another device's pointer for one of its own GPU
-                if isinstance(one, Tensor) and one.device != device:
-                    raise ModelError(f"{name}: tensors on {device} and {one.device}: move them to one device")
-            with torch.cuda.device(device):
-                launches = launcher is not None and _has_kernels(device) and supports(*arguments)
+        def on_gpu(first: Any, arguments: Iterable[Any]) -> Any:
+            check(*arguments)
+            with torch.cuda.device(first.device):
+                launches = _has_kernels(first.device) and first.numel() and supports(*arguments)
                 run: Any = launcher if launches else function
                 return run(*arguments)
 
@@ -71,17 +69,18 @@ def operator(
         made.register_fake(parameters.flattened(fake, check))
         has_launcher = launcher is not None and triton is not None
         if has_launcher:
-            flat_on_gpu = parameters.flattened(on_gpu, check)
-            made.register_kernel("cuda")(lambda *flat: flat_on_gpu(*flat))
+            made.register_kernel("cuda")(
+                lambda *flat: on_gpu(_on_one_device(name, flat), parameters.structured(flat).values())
+            )
         if gradient is not None:
             _register_gradient(made, parameters, gradient, keeps)
-        count = len(parameters.types) if has_launcher and not parameters.hold_tensors else -1
+        direct, defaults = has_launcher and not parameters.hold_tensors, tuple(parameters.defaults.values())
+        required = len(parameters.types) - len(defaults)
 
         @functools.wraps(function)
         def call(*arguments: P.args, **named: P.kwargs) -> R:
-            if len(arguments) == count and _is_plain(arguments):
-                check(*arguments)
-                return on_gpu(*arguments)
+            if direct and not named and _is_plain(arguments):
+                return on_gpu(arguments[0], (*arguments, *defaults[len(arguments) - required :]))
             if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
                 return function(*arguments, **named)  # ONNX export supports torch's own operators only
             return getattr(torch.ops.permtriton, name)(*parameters.flat(arguments, named))
@@ -91,6 +90,15 @@ def operator(
     return decorate
 
 
+def _on_one_device(name: str, flat: Sequence[Any]) -> Any:
+    """Returns the first tensor. All must be on its GPU: a kernel would take other pointers for some of that GPU."""
+    device = flat[0].device
+    for one in flat:
+        if isinstance(one, Tensor) and one.device != device:
+            raise ModelError(f"{name}: tensors on {device} and {one.device}: move them to one device")
+    return flat[0]
+
+
 def _on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
@@ -98,14 +106,16 @@ def _on_gpu(tensor: Tensor) -> bool:
 def _is_plain(arguments: Sequence[Any]) -> bool:
     """Whether a call can bypass torch's dispatcher, whose Python code takes longer than the kernel.
 
-    A call can do so on a GPU, outside of torch.compile, without gradients, tensor subclasses, transforms and modes.
+    A call can do so on one GPU, outside of torch.compile, without gradients, tensor subclasses, transforms and modes.
     """
     if torch.compiler.is_compiling() or not _on_gpu(arguments[0]):
         return False
-    learns = torch.is_grad_enabled()
+    learns, device = torch.is_grad_enabled(), arguments[0].device
     for one in arguments:
-        if isinstance(one, Tensor) and (type(one) not in (Tensor, nn.Parameter) or (learns and one.requires_grad)):
-            return False
+        if isinstance(one, Tensor):
+            known = type(one) in (Tensor, nn.Parameter) and one.device == device
+            if not known or (learns and one.requires_grad):
+                return False
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     return not modes and torch._C._functorch.peek_interpreter_stack() is None
 
@@ -120,12 +130,12 @@ class _Parameters:
         self.defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
         self.parts: dict[str, tuple[str, ...]] = {}  # names of fields; empty for a parameter that is no dataclass
         self.flat_types: dict[str, Any] = {}
-        self.hold_tensors = False  # whether any of the parameters is a dataclass with a tensor as a field
         for name, kind in self.types.items():
-            self.parts[name] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
-            inner = get_type_hints(kind) if self.parts[name] else {}
-            self.flat_types |= {f"{name}_{part}": inner[part] for part in self.parts[name]} or {name: kind}
-            self.hold_tensors |= any(part is Tensor or Tensor in get_args(part) for part in inner.values())
+            inner = get_type_hints(kind) if is_dataclass(kind) else {}
+            self.parts[name] = tuple(inner)
+            self.flat_types |= {f"{name}_{part}": inner[part] for part in inner} or {name: kind}
+        of_fields = [kind for name, kind in self.flat_types.items() if name not in self.types]
+        self.hold_tensors = any(Tensor in (kind, *get_args(kind)) for kind in of_fields)  # whether a dataclass does
 
     def flattened(self, run: Callable[..., Any], check: Callable[..., object]) -> Callable[..., Any]:
         """Returns a function with the operator's signature that joins dataclasses and calls ``check``, then ``run``."""

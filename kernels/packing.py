@@ -205,8 +205,6 @@ def unpack_triton(values: Tensor, positions: Tensor, in_features: int, pattern: 
         return unpack_triton(values.view(torch.int8), positions, in_features, pattern).view(FLOAT8)
     out_features = values.shape[0]
     weight = torch.empty((out_features, in_features), dtype=values.dtype, device=values.device)
-    if not weight.numel():
-        return weight
     options = config_for("packing", CONFIGS, (out_features, in_features), values.dtype).arguments()
     grid = (triton.cdiv(out_features, options["TILE_O"]), triton.cdiv(in_features, options["TILE_C"]))
     _unpack_kernel[grid](

@@ -168,7 +168,7 @@ def permute_triton(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
     Reads ``x`` in place, whatever its strides, if the leading dimensions collapse to one row stride; else copies it.
     Shapes are not checked.
     """
-    if dim not in (-1, x.dim() - 1) or x.element_size() not in WORDS or not x.numel():
+    if dim not in (-1, x.dim() - 1) or x.element_size() not in WORDS:
         return permute_reference(x, index, dim)
     return gather_rows(x.reshape(-1, x.shape[-1]), index).view(x.shape)
 

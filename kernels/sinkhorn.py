@@ -251,11 +251,10 @@ def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Te
     blocks, size, _ = logits.shape
     soft = torch.empty((blocks, size, size), dtype=torch.float32, device=logits.device)
     rows, columns = (torch.empty((rounds, blocks, size), dtype=torch.float32, device=logits.device) for _ in range(2))
-    if soft.numel():
-        config = config_for("sinkhorn", CONFIGS, (blocks, size), logits.dtype)
-        _sinkhorn_fwd_kernel[(blocks,)](
-            logits.contiguous(), soft, rows, columns, _per_logit(tau), rounds, **_constants(config, size, rounds)
-        )
+    config = config_for("sinkhorn", CONFIGS, (blocks, size), logits.dtype)
+    _sinkhorn_fwd_kernel[(blocks,)](
+        logits.contiguous(), soft, rows, columns, _per_logit(tau), rounds, **_constants(config, size, rounds)
+    )
     return soft, rows, columns
 
 
@@ -263,12 +262,11 @@ def sinkhorn_backward_triton(grad: Tensor, logits: Tensor, rows: Tensor, columns
     """Computes `sinkhorn_backward_reference` with a Triton kernel: the gradient of the logits, in their dtype."""
     blocks, size, _ = logits.shape
     grad_logits = torch.empty((blocks, size, size), dtype=logits.dtype, device=logits.device)
-    if grad_logits.numel():
-        config = config_for("sinkhorn_backward", BACKWARD_CONFIGS, (blocks, size), logits.dtype)
-        _sinkhorn_bwd_kernel[(blocks,)](
-            grad.contiguous(), logits.contiguous(), rows.contiguous(), columns.contiguous(), grad_logits,
-            _per_logit(tau), rows.shape[0], **_constants(config, size, rows.shape[0]),
-        )  # fmt: skip
+    config = config_for("sinkhorn_backward", BACKWARD_CONFIGS, (blocks, size), logits.dtype)
+    _sinkhorn_bwd_kernel[(blocks,)](
+        grad.contiguous(), logits.contiguous(), rows.contiguous(), columns.contiguous(), grad_logits, _per_logit(tau),
+        rows.shape[0], **_constants(config, size, rows.shape[0]),
+    )  # fmt: skip
     return grad_logits
 
 

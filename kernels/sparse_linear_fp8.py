@@ -23,7 +23,6 @@ says so.
 """
 
 import functools
-import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -33,7 +32,7 @@ from torch.nn.functional import linear
 
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.autotune import decided
-from permtriton.kernels.launch import Config
+from permtriton.kernels.launch import Config, warn_once
 from permtriton.kernels.operator import operator
 from permtriton.kernels.packing import pack, unpack
 from permtriton.kernels.permute import permute
@@ -92,7 +91,11 @@ def _decide(product: mma.Product, device: torch.device, pattern: NMPattern) -> t
     routes = {one: name for one, name in ROUTES.items() if possible[one]}
     route, variant = choose_route("sparse_linear_fp8_route", routes, product, device)
     if 0 < product.tokens <= mma.MAX_TOKENS and MMA not in routes:
-        _warn_once(ROUTES[route])
+        warn_once(
+            f"sparse_linear_fp8: packed FP8 weights are unpacked for each product here ({ROUTES[route]}), which is "
+            "slower than a dense model: the kernel that multiplies them as they are needs a Hopper GPU, 16-bit "
+            "activations, and a multiple of 256 input channels"
+        )
     return route, variant
 
 
@@ -106,17 +109,6 @@ def _multiplies_float8(device: torch.device) -> bool:
         torch._scaled_mm(x, x.t(), scale, scale.t(), out_dtype=torch.bfloat16)
         return True
     return False
-
-
-@functools.cache
-def _warn_once(route: str) -> None:
-    warnings.warn(
-        f"sparse_linear_fp8: packed FP8 weights are unpacked for each product here ({route}), which is slower than a "
-        "dense model: the kernel that multiplies them as they are needs a Hopper GPU, 16-bit activations, and a "
-        "multiple of 256 input channels",
-        UserWarning,
-        stacklevel=2,
-    )
 
 
 def _check(x: Tensor, values: Tensor, positions: Tensor, scale: Tensor, *others: Any) -> None:

@@ -47,7 +47,7 @@ from torch import Tensor
 from permtriton.errors import PermTritonError
 from permtriton.kernels.autotune import config_for, note
 from permtriton.kernels.cuda.runtime import CudaKernel
-from permtriton.kernels.launch import Config, has_kernels
+from permtriton.kernels.launch import Config, has_kernels, number_of
 from permtriton.kernels.packing import PATTERN, pack
 from permtriton.util.sparsity import NMPattern
 
@@ -125,7 +125,7 @@ def limits_of(device: torch.device) -> GpuLimits:
     """Returns the limits of a GPU; the defaults if ``device`` is not an NVIDIA GPU."""
     if device.type != "cuda" or torch.version.hip is not None:
         return GpuLimits(132)
-    return _limits_of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+    return _limits_of_gpu(number_of(device))
 
 
 @functools.cache
@@ -287,49 +287,45 @@ def variant_of(config: Config, product: Product, gpu: GpuLimits) -> Variant:
     return replace(variant, stages=max(min(stages(variant), settings["num_stages"]), 2), splits=splits)
 
 
+_CHOSEN: dict[tuple[Variant, tuple[int, int, int], torch.device], Variant | None] = {}
+
+
 def chosen(product: Product, device: torch.device) -> Variant | None:
     """Returns the variant for a product that `takes` accepts; None if none passes its check.
 
     Where the clusters of a launch would not run all at once, they get fewer blocks; where a variant that begins early
-    fails its check, or is untried while a graph is captured, the same one without ``early`` is tried.
+    fails its check, the same one without ``early`` is tried. While a CUDA graph is captured nothing can be tried: None
+    if the launch was not tried before, and a warning says so.
     """
     gpu, table = limits_of(device), "sparse_linear_fp8" if product.fp8 else "sparse_linear_mma"
-    config = config_for(table, configs_for(product, gpu), product[:3], product.dtype)
-    variant = _in_clusters_that_fit(variant_of(config, product, gpu), product, device)
-    what = product.name + " in float8" * product.fp8
-    for one in dict.fromkeys((variant, replace(variant, early=False))):
-        if is_trusted(one, device):
-            note(f"variant {what}", one.kernel.name + ", early" * one.early)
-            return one
-    note(f"rejected {what}", variant.kernel.name)
-    return None
-
-
-_SPLITS: dict[tuple[Variant, tuple[int, int, int], torch.device], int] = {}
-
-
-def _in_clusters_that_fit(variant: Variant, product: Product, device: torch.device) -> Variant:
-    """Returns the variant with the largest cluster size that the GPU supports and at which all clusters run at once.
-
-    While a CUDA graph is captured the driver cannot be asked: an earlier answer is used, else the variant is returned
-    as it is.
-    """
+    variant = variant_of(config_for(table, configs_for(product, gpu), product[:3], product.dtype), product, gpu)
     key = variant, variant.grid(product.tokens, product.out_features), device
-    if key not in _SPLITS:
-        if variant.splits == 1 or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return variant
-        with torch.cuda.device(device):
-            counts = range(variant.splits, 1, -1)
-            _SPLITS[key] = next((n for n in counts if _fits(replace(variant, splits=n), product)), 1)
-    return replace(variant, splits=_SPLITS[key])
+    if key not in _CHOSEN:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _warn(variant, "it was not run before this CUDA graph is captured: run each number of tokens once before")
+            return None
+        fitting = _in_clusters_that_fit(*key)
+        ways = dict.fromkeys((fitting, replace(fitting, early=False)))
+        _CHOSEN[key] = next((one for one in ways if is_trusted(one, device)), None)
+    what, found = product.name + " in float8" * product.fp8, _CHOSEN[key]
+    if found is None:
+        note(f"rejected {what}", variant.kernel.name)
+    else:
+        note(f"variant {what}", found.kernel.name + ", early" * found.early)
+    return found
 
 
-def _fits(variant: Variant, product: Product) -> bool:
-    """Whether all clusters of a launch run at once on the current GPU."""
-    grid = variant.grid(product.tokens, product.out_features)
-    with suppress(PermTritonError):  # clusters of this size cannot be scheduled; a kernel that fails is reported later
-        return variant.kernel.active_clusters(grid) >= grid[0] * grid[2]
-    return False
+def _in_clusters_that_fit(variant: Variant, grid: tuple[int, int, int], device: torch.device) -> Variant:
+    """Returns the variant with the largest cluster size that the GPU supports and at which all clusters run at once."""
+    if variant.splits == 1 or device.type != "cuda":
+        return variant
+    for splits in range(variant.splits, 1, -1):
+        smaller = replace(variant, splits=splits)
+        # An error says that clusters of this size cannot be scheduled; a kernel that fails is reported later.
+        with suppress(PermTritonError), torch.cuda.device(device):
+            if smaller.kernel.active_clusters((grid[0], splits, grid[2])) >= grid[0] * grid[2]:
+                return smaller
+    return replace(variant, splits=1)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -337,28 +333,17 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-_TRUSTED: dict[tuple[Variant, torch.device], bool] = {}
-
-
+@functools.cache
 def is_trusted(variant: Variant, device: torch.device) -> bool:
-    """Whether the kernel computes a known product correctly on this GPU, tried at its first use; warns if it does not.
-
-    While a CUDA graph is captured nothing can be tried: a kernel that was not tried before is not trusted, and a
-    warning says so.
-    """
-    key = (variant, device)
-    if key not in _TRUSTED:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            _warn(variant, "it was not run before this CUDA graph is captured: run each number of tokens once before")
-            return False
-        problem = "its results are wrong on this GPU"
-        try:
-            _TRUSTED[key] = is_right(variant, device)
-        except PermTritonError as error:
-            _TRUSTED[key], problem = False, str(error)
-        if not _TRUSTED[key]:
-            _warn(variant, problem)
-    return _TRUSTED[key]
+    """Whether the kernel computes a known product correctly on this GPU; tried once, with a warning if it does not."""
+    problem = "its results are wrong on this GPU"
+    try:
+        if is_right(variant, device):
+            return True
+    except PermTritonError as error:
+        problem = str(error)
+    _warn(variant, problem)
+    return False
 
 
 def _warn(variant: Variant, problem: str) -> None:

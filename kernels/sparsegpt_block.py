@@ -120,8 +120,6 @@ def sparsegpt_block_triton(
     block, factor = block.contiguous(), factor.contiguous()
     pruned, errors = torch.empty_like(block), torch.empty_like(block)
     channels, out_features = block.shape
-    if not block.numel():
-        return pruned, errors
     options = config_for("sparsegpt_block", CONFIGS, (out_features, channels), block.dtype).arguments()
     _block_kernel[(triton.cdiv(out_features, options["TILE_O"]),)](
         block, factor, (block if keep is None else keep.contiguous().view(torch.uint8)), pruned, errors, out_features,

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -84,7 +84,7 @@ class SwapTerms:
     own: Tensor  # D[j, j], ``[positions]``
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return tuple(vars(self).values())
 
     def of_positions(self, positions: slice | Tensor) -> SwapTerms:
         """Returns the terms of some positions: a slice, or int64 ``[positions]``."""
@@ -106,17 +106,17 @@ def swap_terms(
     pattern: NMPattern,
     curvature: RankOneCurvature | None = None,
 ) -> SwapTerms:
-    """Returns the terms of every position of the present order.
+    """Returns the terms of the positions that hold the channels ``index``.
 
     With ``curvature``, gains are those to first order, less the second-order rise of the loss from every weight that
     the swap prunes or restores. This rise is linear in whether the weight's channel is kept at the new position, so the
     same operator computes these gains from terms that include it.
 
     ``weight`` and ``gradient`` (dL/dW_eff, any float dtype) are ``[O, C]`` in base order, of any strides; ``index`` is
-    int64 ``[C]``, and the group divides C.
+    int64, the present order or whole groups of it.
     """
-    out_features, channels = weight.shape
-    fits = gradient.shape == weight.shape and index.shape == (channels,) and channels % pattern.group == 0
+    out_features, channels = weight.shape[0], len(index)
+    fits = gradient.shape == weight.shape and channels % pattern.group == 0
     assert fits, f"a weight {weight.shape}, its gradient {gradient.shape}, an order {index.shape}, {pattern}"
     dtype = torch.promote_types(weight.dtype, torch.float32)
     on_cpu = weight.device.type == "cpu"
@@ -128,18 +128,23 @@ def swap_terms(
 
     def fill(start: int) -> None:
         tile = slice(start, start + step)
-        chosen = index[tile]
-        weight_CO, gradient_CO = _channels(weight, chosen), _channels(gradient, chosen)
-        agreement = gradient_CO.to(dtype).mul_(weight_CO)
-        rise = None
-        if curvature is not None:
-            rise = weight_CO.to(dtype).square().mul_(curvature.column[chosen].unsqueeze(1)).mul_(curvature.row)
-        terms = _terms(importance.of_channels(chosen).scores(weight_CO), agreement, rise, pattern)
+        terms = _terms(*weight_terms(weight, importance, gradient, index[tile], curvature), pattern)
         for part, of_tile in zip(parts, terms.tensors(), strict=True):
             part[tile] = of_tile
 
     for_each(range(0, channels, step), fill, on_cpu)
     return SwapTerms(*parts)
+
+
+def weight_terms(
+    weight: Tensor, importance: ImportanceFactors, gradient: Tensor, chosen: Tensor, curvature: RankOneCurvature | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns scores, agreement, and second-order rise (None without curvature) of some channels, ``[channels, O]``."""
+    weight_CO, gradient_CO = _channels(weight, chosen), _channels(gradient, chosen)
+    dtype, rise = torch.promote_types(weight.dtype, torch.float32), None
+    if curvature is not None:
+        rise = weight_CO.to(dtype).square().mul_(curvature.column[chosen].unsqueeze(1)).mul_(curvature.row)
+    return importance.of_channels(chosen).scores(weight_CO), gradient_CO.to(dtype).mul_(weight_CO), rise
 
 
 def _channels(matrix: Tensor, chosen: Tensor) -> Tensor:
@@ -200,30 +205,25 @@ def swap_gains_reference(left: SwapTerms, right: SwapTerms) -> Tensor:
 
     def fill(start: int) -> None:
         there = slice(start, start + step)
-        tile = SwapTerms(*(part[there].contiguous() for part in right.tensors()))
-        _fill(gains[:, there], left, tile)
+        scores, agreement, threshold, displaced, own = (part[there].contiguous() for part in right.tensors())
+        mask = torch.empty_like(scores)
+        # D[i, j] and D[j, i], each plus a sum of a; ``kept`` has both sums, too
+        moved = gains.new_empty(2, len(gains), len(scores))
+        taking, giving = moved.unbind()
+        for i in range(len(gains)):
+            line = [part[i].contiguous() for part in left.tensors()[:4]]
+            s, a, t, d = (part.expand_as(scores) for part in line)
+            torch.gt(s, threshold, out=mask)
+            torch.lerp(displaced, a, mask, out=mask)
+            torch.sum(mask, 1, out=taking[i])
+            torch.gt(scores, t, out=mask)
+            torch.lerp(d, agreement, mask, out=mask)
+            torch.sum(mask, 1, out=giving[i])
+        kept = (left.own + left.displaced.sum(1)).unsqueeze(1) + (own + displaced.sum(1))
+        torch.sub(kept, moved.sum(0), out=gains[:, there])
 
     for_each(range(0, columns, step), fill, on_cpu)
     return gains
-
-
-def _fill(gains: Tensor, left: SwapTerms, right: SwapTerms) -> None:
-    """Writes the gains ``[I, J]`` of one tile, whose right side is contiguous."""
-    scores, agreement, threshold, displaced, own = right.tensors()
-    mask = torch.empty_like(scores)
-    moved = gains.new_empty(2, *gains.shape)  # D[i, j] and D[j, i], each plus a sum of a; ``kept`` has both sums, too
-    taking, giving = moved.unbind()
-    for i in range(gains.shape[0]):
-        line = [part[i].contiguous() for part in left.tensors()[:4]]
-        s, a, t, d = (part.expand_as(scores) for part in line)
-        torch.gt(s, threshold, out=mask)
-        torch.lerp(displaced, a, mask, out=mask)
-        torch.sum(mask, 1, out=taking[i])
-        torch.gt(scores, t, out=mask)
-        torch.lerp(d, agreement, mask, out=mask)
-        torch.sum(mask, 1, out=giving[i])
-    kept = (left.own + left.displaced.sum(1)).unsqueeze(1) + (own + displaced.sum(1))
-    torch.sub(kept, moved.sum(0), out=gains)
 
 
 def for_each(tiles: Sequence[Tile], run: Callable[[Tile], None], on_cpu: bool) -> None:
@@ -297,8 +297,6 @@ def _swap_gains_kernel(
 def swap_gains_triton(left: SwapTerms, right: SwapTerms) -> Tensor:
     """Computes `swap_gains_reference` of float32 terms."""
     (lines, rows), columns = left.scores.shape, right.scores.shape[0]
-    if not lines * columns * rows:
-        return left.own.unsqueeze(1) + right.own
     gains = torch.empty((lines, columns), dtype=torch.float32, device=left.own.device)
     by_row = [row_major(side.tensors()[:4]) for side in (left, right)]
     sizes = [lines, columns, *(side[0].stride(0) for side in by_row)]

@@ -5,13 +5,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from permtriton.kernels.nm_mask import nm_mask
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
 from permtriton.kernels.norm_permute import NormVariant, norm_permute, norm_permute_backward
 from permtriton.kernels.packing import pack, unpack
 from permtriton.kernels.permute import permute
+from permtriton.kernels.placement_gradient import placement_gradient
 from permtriton.kernels.quantize import FLOAT8
 from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.kernels.sparse_linear_fp8 import sparse_linear_fp8
+from permtriton.kernels.sparsegpt_block import sparsegpt_block
+from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.kernels.tools.cases import cases_for
 from permtriton.util.sparsity import NMPattern
 
@@ -91,3 +95,23 @@ def test_every_operator_is_called():
     known = (name.split(".")[0].partition("::") for name in torch._C._dispatch_get_all_op_names())
     ours = {name for namespace, _, name in known if namespace == "permtriton" and not name.startswith("test_")}
     assert ours - called == set()
+
+
+def test_empty_inputs_have_empty_results_or_zeros():
+    """They run the references on every device."""
+    ops, empty = torch.ops.permtriton, torch.zeros(0, 8, 8)
+    assert ops.assignment(empty).shape == (0, 8)
+    soft, *scales = ops.sinkhorn(empty, 0.5, 3)
+    assert ops.sinkhorn_backward(soft, empty, *scales, 0.5).shape == soft.shape == (0, 8, 8)
+    for shape in ((0, 5), (2, 0, 5), (3, 0)):
+        assert permute(torch.empty(shape), torch.arange(shape[-1])).shape == shape
+    pruned, errors = sparsegpt_block(torch.empty(8, 0), torch.eye(8), None, NMPattern(2, 4))
+    assert pruned.shape == errors.shape == (8, 0)
+    order = ImportanceFactors(1, torch.ones(8)), torch.arange(8)
+    weight, flat = torch.empty(0, 8), RankOneCurvature(torch.empty(0), torch.ones(8))
+    assert nm_mask(weight, *order, torch.empty(64), [8], NMPattern(2, 4), True).shape == (0, 8)
+    for gradient in (
+        nm_mask_backward(weight, weight, *order, [8], 4, True),
+        placement_gradient(weight, weight, *order, [8], NMPattern(2, 4), flat),
+    ):
+        assert torch.equal(gradient, torch.zeros(64))

@@ -79,7 +79,7 @@ def test_a_call_that_torch_need_not_see_goes_to_the_launcher(monkeypatch):
 
     @operator("test_direct", lambda x, times: x.new_empty(x.shape), launcher=lambda x, times: launched.append(x) or x,
               gradient=lambda grad: {"x": grad}, keeps=())  # fmt: skip
-    def direct(x: Tensor, times: int) -> Tensor:
+    def direct(x: Tensor, times: int = 2) -> Tensor:
         return x * times
 
     class Mode(TorchDispatchMode):
@@ -87,13 +87,14 @@ def test_a_call_that_torch_need_not_see_goes_to_the_launcher(monkeypatch):
             return function(*args, **(kwargs or {}))
 
     x = torch.ones(2)
-    assert direct(x, 2) is x
-    assert direct(torch.nn.Parameter(x, requires_grad=False), 2).numel() == len(launched) == 2
+    assert direct(x, 2) is direct(x) is x
+    assert direct(torch.nn.Parameter(x, requires_grad=False), 2).numel() == 2
+    assert len(launched) == 3
     assert torch.equal(direct(x, times=2), 2 * x)
     assert direct(torch.ones(2, requires_grad=True), 2).requires_grad
     with Mode():
         direct(x, 2)
-    assert len(launched) == 2
+    assert len(launched) == 3
 
 
 def test_only_gradients_that_are_needed_are_computed():
@@ -113,9 +114,25 @@ def test_arguments_are_checked_on_every_way():
             affine(torch.ones(3, dtype=torch.int64, device=device), by)
 
 
-def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(monkeypatch):
+@pytest.fixture
+def kernels(monkeypatch) -> dict:
+    """What operators register with torch while a test runs, by kind of device, as if Triton were there."""
+    found = {}
+
+    class Made:
+        def register_fake(self, function) -> None: ...
+
+        def register_kernel(self, kind: str):
+            return lambda function: found.update({kind: function})
+
+    monkeypatch.setattr(torch.library, "custom_op", lambda *_, **__: Made())
+    monkeypatch.setattr(module, "triton", object())
+    return found
+
+
+def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(kernels, monkeypatch):
     """Triton launches on the current device."""
-    current, kernels = [], {}
+    current = []
 
     class Device:
         def __init__(self, device: torch.device) -> None:
@@ -127,15 +144,7 @@ def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(monke
         def __exit__(self, *_) -> None:
             current.pop()
 
-    class Made:
-        def register_fake(self, function) -> None: ...
-
-        def register_kernel(self, kind: str):
-            return lambda function: kernels.update({kind: function})
-
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(torch.library, "custom_op", lambda *_, **__: Made())
-    monkeypatch.setattr(module, "triton", object())
     new_enough = [True]
     monkeypatch.setattr(module, "_has_kernels", lambda device: device.type == "meta" and new_enough[0])
 
@@ -148,7 +157,7 @@ def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(monke
     )(reference)  # fmt: skip
     x, meta = torch.empty(2, device="meta"), torch.device("meta")
     assert kernels["cuda"](x, 3) == (3, [meta])
-    assert kernels["cuda"](x, 0) == ("reference", [meta])
+    assert kernels["cuda"](x, 0) == kernels["cuda"](x[:0], 3) == ("reference", [meta])
     with pytest.raises(ModelError, match="test_launch: tensors on meta and cpu: move them to one device"):
         kernels["cuda"](x, torch.empty(2))
     new_enough[0] = False
@@ -158,6 +167,21 @@ def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(monke
     monkeypatch.setattr(module, "triton", None)
     operator("test_launch", reference, launcher=reference)(reference)
     assert kernels == {}
+
+
+def test_tensors_in_a_dataclass_say_which_gpu_it_is(kernels, monkeypatch):
+    """Also where no parameter is itself a tensor, and where two dataclasses are on different devices."""
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(module, "_has_kernels", lambda device: True)
+
+    def reference(left: Affine, right: Affine) -> float:
+        return 0.0
+
+    operator("test_of_parts", reference, launcher=lambda left, right: left.shift + right.shift)(reference)
+    here, there = torch.ones(1, device="meta"), torch.ones(1)
+    assert kernels["cuda"](here, 1.0, here, 2.0) == 3.0
+    with pytest.raises(ModelError, match="test_of_parts: tensors on meta and cpu"):
+        kernels["cuda"](here, 1.0, there, 2.0)
 
 
 @pytest.mark.parametrize("onnx", [False, True])

@@ -281,7 +281,7 @@ def test_cusparselt_serves_the_gpu_that_a_thread_used_first(monkeypatch):
     """A rank of a group works on any GPU; on a second one in the same thread, the user is told what is slow."""
     monkeypatch.setattr(cusparselt, "_THREAD", threading.local())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    cusparselt._warn_once.cache_clear()
+    launch.warn_once.cache_clear()
     first, second = torch.device("cuda", 1), torch.device("cuda", 0)
     assert cusparselt.serves(first)
     assert cusparselt.serves(second)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from permtriton.errors import ModelError
-from permtriton.kernels import autotune, quantize, sparse_linear
+from permtriton.kernels import autotune, launch, quantize, sparse_linear
 from permtriton.kernels import sparse_linear_fp8 as file
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.packing import pack
@@ -112,10 +112,10 @@ def routes(monkeypatch):
     monkeypatch.setattr(
         file, "quantize", lambda x, index: quantize_tokens(x if index is None else x[..., index.long()])
     )
-    for cached in (file._multiplies_float8, file._warn_once):
+    for cached in (file._multiplies_float8, launch.warn_once):
         cached.cache_clear()
     yield asked
-    for cached in (file._multiplies_float8, file._warn_once):
+    for cached in (file._multiplies_float8, launch.warn_once):
         cached.cache_clear()
 
 

@@ -231,8 +231,11 @@ def test_a_long_sum_in_float8_keeps_its_last_terms(emulated):
 @pytest.fixture
 def fresh(monkeypatch):
     """Forgets which kernels were tried."""
-    monkeypatch.setattr(mma, "_TRUSTED", {})
+    monkeypatch.setattr(mma, "_CHOSEN", {})
+    is_trusted.cache_clear()
     monkeypatch.setattr(mma, "limits_of", lambda device: H200)
+    yield
+    is_trusted.cache_clear()
 
 
 def test_a_wrong_kernel_is_not_used(fresh, monkeypatch):
@@ -242,7 +245,8 @@ def test_a_wrong_kernel_is_not_used(fresh, monkeypatch):
         (CudaKernel.__call__, "runs on an NVIDIA GPU"),
     ):
         monkeypatch.setattr(CudaKernel, "__call__", call)
-        mma._TRUSTED.clear()
+        mma._CHOSEN.clear()
+        is_trusted.cache_clear()
         with autotune.choices() as ran, pytest.warns(UserWarning, match=message) as said:
             assert mma.chosen(Product(2, 64, 64, BF16), CPU) is None
         assert ["begins early" in str(one.message) for one in said] == [True, False]
@@ -265,7 +269,6 @@ def test_clusters_run_all_at_once(fresh, monkeypatch, at_once, splits):
     monkeypatch.setattr(mma, "is_right", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(mma, "_SPLITS", {})
     monkeypatch.setattr(
         CudaKernel, "active_clusters", lambda kernel, grid: at_once if grid[1] == 4 or at_once == 1 else 1000
     )
@@ -286,7 +289,6 @@ def test_clusters_that_a_gpu_cannot_schedule_are_lowered_before_the_kernel_is_tr
     monkeypatch.setattr(mma, "is_right", lambda variant, device: tried.append(variant.splits) or True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(mma, "_SPLITS", {})
     monkeypatch.setattr(CudaKernel, "active_clusters", active_clusters)
     variant = mma.chosen(Product(16, 4096, 4096, BF16), torch.device("cuda", 0))
     assert variant is not None
@@ -294,25 +296,21 @@ def test_clusters_that_a_gpu_cannot_schedule_are_lowered_before_the_kernel_is_tr
     assert set(tried) == {2}
 
 
-def test_an_untried_kernel_is_not_captured_in_a_graph(monkeypatch):
-    monkeypatch.setattr(mma, "_TRUSTED", {(EMULATED[1], torch.device("cuda")): True})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+def test_a_launch_is_captured_in_a_graph_if_it_was_tried(fresh, monkeypatch):
+    """As it was tried: here without beginning early, which its check refused, and with fewer blocks per cluster."""
+    capturing, device, product = [False], torch.device("cuda", 0), Product(16, 4096, 4096, BF16)
+    monkeypatch.setattr(mma, "is_right", lambda variant, device: not variant.early)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(CudaKernel, "active_clusters", lambda kernel, grid: 1000 if grid[1] < 4 else 1)
+    with pytest.warns(UserWarning, match="begins early is not used"):
+        tried = mma.chosen(product, device)
+    assert (tried.early, tried.splits) == (False, 3)
+    capturing[0] = True
+    assert mma.chosen(product, device) == tried
+    assert mma.chosen(product._replace(tokens=15), device) == tried, "which is the same launch"
     with pytest.warns(UserWarning, match="run each number of tokens once before"):
-        assert not is_trusted(EMULATED[0], torch.device("cuda"))
-    assert is_trusted(EMULATED[1], torch.device("cuda"))
-    assert len(mma._TRUSTED) == 1
-
-
-def test_the_variant_that_begins_late_is_captured_where_only_it_was_tried(fresh, monkeypatch):
-    device = torch.device("cuda", 0)
-    early = variant_of(CONFIGS[1], Product(8, 4096, 4096, BF16), H200)
-    assert early.early
-    monkeypatch.setattr(mma, "limits_of", lambda _: H200)
-    monkeypatch.setattr(mma, "config_for", lambda *_: CONFIGS[1])
-    monkeypatch.setattr(mma, "_TRUSTED", {(replace(early, early=False), device): True})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.warns(UserWarning, match="run each number of tokens once before"):
-        assert mma.chosen(Product(8, 4096, 4096, BF16), device) == replace(early, early=False)
+        assert mma.chosen(product._replace(tokens=32), device) is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from permtriton.kernels import (
     assignment,
     nm_mask,
     packing,
-    placement,
+    placement_gradient,
     quantize,
     sinkhorn,
     sparsegpt_block,
@@ -249,16 +249,16 @@ def _nm_mask() -> Iterator[Build]:
         yield from builds_of(about, call, "nm_mask_backward", backward.CONFIGS)
 
 
-def _placement() -> Iterator[Build]:
+def _placement_gradient() -> Iterator[Build]:
     """Yields the kernel for blocks whose sizes are multiples of `ALIGN` or not."""
 
     def learned(size: int) -> object:
         parts = (torch.empty(4096, 8 * size).t() for _ in range(4))
         terms = swap_gains.SwapTerms(*parts, torch.empty(8 * size))
-        return placement.launched(terms, torch.empty(8 * size).long(), size)
+        return placement_gradient.launched(terms, torch.empty(8 * size).long(), size)
 
     for size, sizes in ((64, "aligned"), (12, "any sizes")):
-        yield from builds_of(f"fp32 {sizes}", partial(learned, size), "placement", placement.CONFIGS)
+        yield from builds_of(f"fp32 {sizes}", partial(learned, size), "placement_gradient", placement_gradient.CONFIGS)
 
 
 def _swap_gains() -> Iterator[Build]:
@@ -299,6 +299,6 @@ def _packing() -> Iterator[Build]:
 
 
 MODULES = (
-    _permute, _norm_permute, _quantize, _sinkhorn, _assignment, _nm_mask, _placement, _swap_gains, _sparsegpt_block,
-    _packing,
+    _permute, _norm_permute, _quantize, _sinkhorn, _assignment, _nm_mask, _placement_gradient, _swap_gains,
+    _sparsegpt_block, _packing,
 )  # fmt: skip

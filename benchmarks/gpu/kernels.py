@@ -17,7 +17,7 @@ from benchmarks.gpu.table import PAIRS
 from permtriton.kernels.distances import distances_reference
 from permtriton.kernels.launch import jit, multiprocessors, tl, triton
 from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
-from permtriton.kernels.placement import placement_reference
+from permtriton.kernels.placement_gradient import placement_gradient_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
 from permtriton.kernels.sparsegpt_block import sparsegpt_block_reference
 from permtriton.kernels.tools.case import BLOCK, Arguments, Case
@@ -28,7 +28,7 @@ from permtriton.kernels.tools.cases import (
     nm_mask_case,
     norm_permute_case,
     permute_case,
-    placement_case,
+    placement_gradient_case,
     sinkhorn_backward_case,
     sinkhorn_case,
     sparsegpt_block_case,
@@ -47,7 +47,7 @@ def every(bench: Bench) -> None:
     masks(bench)
     relaxations(bench)
     assignment(bench, scipy=False)
-    placements(bench)
+    placement_gradients(bench)
     swaps(bench)
     distance(bench)
     sparsegpt_blocks(bench)
@@ -231,12 +231,12 @@ def masks(bench: Bench) -> None:
     bench.compare("unpack", unpack_case(rows, channels, bench.dtype), {}, copies=True)
 
 
-def placements(bench: Bench) -> None:
+def placement_gradients(bench: Bench) -> None:
     """The gradient of the block permutations of the largest linear, with its terms."""
-    case = placement_case(*bench.pick((11008, 4096), (96, 128)), bench.dtype)
-    peers: dict[str, Prepare] = {"eager torch": lambda inputs: partial(placement_reference, *inputs)}
+    case = placement_gradient_case(*bench.pick((11008, 4096), (96, 128)), bench.dtype)
+    peers: dict[str, Prepare] = {"eager torch": lambda inputs: partial(placement_gradient_reference, *inputs)}
     figures: dict[str, Callable[[float], float]] = {PAIRS: lambda s: case.flops / 3e12 / s}
-    bench.compare("placement", case, peers, figures=figures)
+    bench.compare("placement_gradient", case, peers, figures=figures)
 
 
 def swaps(bench: Bench) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.gpu.floors import Floor, Gpu
 from benchmarks.gpu.recording import CudaLaunch, Launch
-from permtriton.kernels import placement
+from permtriton.kernels import placement_gradient
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.assignment import launched
 from permtriton.kernels.launch import triton
@@ -29,7 +29,7 @@ from permtriton.kernels.tools.cases import (
     nm_mask_case,
     norm_permute_case,
     permute_case,
-    placement_case,
+    placement_gradient_case,
     sinkhorn_backward_case,
     sinkhorn_case,
     sparse_linear_case,
@@ -56,7 +56,7 @@ def floors(gpu: Gpu) -> Iterator[Floor]:
         yield Floor(make(BLOCKS, BLOCK), launch, entries, "entry", lambda launch: (launch.numbers["rounds"],))
     yield Floor(assignment_case(BLOCKS, BLOCK), launched, entries, "score", None)
     yield from _of_masks()
-    yield _of_placements()
+    yield _of_placement_gradients()
     yield _of_swaps()
     case = unpack_case(ROWS, CHANNELS, torch.bfloat16)
     yield Floor(case, unpack_triton, ROWS * CHANNELS, "weight", lambda launch: ())
@@ -86,12 +86,12 @@ def _of_masks() -> Iterator[Floor]:
     yield Floor(nm_mask_backward_case(*shape), nm_mask_backward_triton, weights, "weight", loops)
 
 
-def _of_placements() -> Floor:
+def _of_placement_gradients() -> Floor:
     def launch(*inputs: Any) -> Tensor:  # after the terms, which are made in torch
         parts = [torch.empty(ROWS, CHANNELS, device=META).t() for _ in range(4)]
-        return placement.launched(SwapTerms(*parts, torch.empty(CHANNELS, device=META)), inputs[3], BLOCK)
+        return placement_gradient.launched(SwapTerms(*parts, torch.empty(CHANNELS, device=META)), inputs[3], BLOCK)
 
-    case, pairs = placement_case(ROWS, CHANNELS, torch.bfloat16), CHANNELS * BLOCK
+    case, pairs = placement_gradient_case(ROWS, CHANNELS, torch.bfloat16), CHANNELS * BLOCK
     return Floor(case, launch, pairs * ROWS, "pair and row", lambda launch: (launch.numbers["steps"],))
 
 

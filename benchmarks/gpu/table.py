@@ -137,7 +137,7 @@ GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin ->
     "sinkhorn both": {f"{SPEED}eager torch": (20.0, None), f"{SPEED}torch.compile": (5.0, None)},
     "nm_mask forward": {COPY: (0.8, None)},
     "nm_mask backward": {COPY: (0.5, None)},
-    "placement": {PAIRS: (1.0, None)},
+    "placement_gradient": {PAIRS: (1.0, None)},
     "distances": {f"{SPEED}torch.cdist": (5.0, None)},
     "swap_gains": {PAIRS: (3.0, None)},
     "unpack": {COPY: (0.8, None)},

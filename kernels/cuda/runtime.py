@@ -53,22 +53,21 @@ class CudaKernel:
         ``grid`` is the number of blocks in each direction. The arguments of the kernel are pointers to ``tensors``,
         contiguous and on this GPU, then ``numbers`` as 32-bit integers, both in the order of its parameters.
         """
-        loaded = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1)
+        loaded = compiled(self, _current())
         # An argument takes 8 bytes, of which an integer is the lower half. Array types are cached by their length.
         count = len(tensors) + len(numbers)
         values = _words(count)(*[tensor.data_ptr() for tensor in tensors], *[n & 0xFFFFFFFF for n in numbers.values()])
         first = ctypes.addressof(values)
         arguments = _places(count)(*range(first, first + 8 * count, 8))
-        setup = loaded.setup(grid, self.threads, self.shared_bytes, torch.cuda.current_stream().cuda_stream)
-        driver = _driver()
+        setup, driver = _setup(loaded, grid, torch.cuda.current_stream().cuda_stream), _driver()
         driver.cuCtxSetCurrent(loaded.context)  # of this thread, which may be a new one
         if problem := _refusal(driver.cuLaunchKernelEx(ctypes.byref(setup), loaded.function, arguments, None)):
             raise PermTritonError(f"{self.source}: {self.name} could not be launched on {grid}: {problem}")
 
     def active_clusters(self, grid: tuple[int, int, int]) -> int:
         """Returns how many clusters of a launch with ``grid`` can run on the current GPU at once."""
-        loaded, clusters = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1), _Int()
-        setup, driver = loaded.setup(grid, self.threads, self.shared_bytes, 0), _driver()
+        loaded, clusters = compiled(self, _current()), _Int()
+        setup, driver = _setup(loaded, grid, 0), _driver()
         driver.cuCtxSetCurrent(loaded.context)  # of this thread, whose first call to CUDA it may be
         status = driver.cuOccupancyMaxActiveClusters(ctypes.byref(clusters), loaded.function, ctypes.byref(setup))
         if problem := _refusal(status):
@@ -92,17 +91,26 @@ class _Setup(ctypes.Structure):  # CUlaunchConfig
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loaded:
     """A kernel that is loaded on one GPU."""
 
+    kernel: CudaKernel
     context: Any  # the driver's handle of the GPU's context
     function: Any  # the driver's handle of the kernel
     attributes: Any  # array of the driver's launch attributes
 
-    def setup(self, grid: Sequence[int], threads: int, shared_bytes: int, stream: int) -> _Setup:
-        count = len(self.attributes)
-        return _Setup((*grid,), (threads, 1, 1), shared_bytes, stream, self.attributes if count else None, count)
+
+@functools.lru_cache(1 << 10)  # the driver only reads it, and to make it takes as long as the rest of a launch
+def _setup(loaded: Loaded, grid: tuple[int, int, int], stream: int) -> _Setup:
+    kernel, attributes, count = loaded.kernel, loaded.attributes, len(loaded.attributes)
+    block = (kernel.threads, 1, 1)
+    return _Setup(grid, block, kernel.shared_bytes, stream, attributes if count else None, count)
+
+
+def _current() -> int:
+    """Returns the number of the current GPU; -1 where torch sees none."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else -1
 
 
 @functools.cache
@@ -127,7 +135,7 @@ def compiled(kernel: CudaKernel, device: int) -> Loaded:
             "damaged, delete it"
         )
     attributes = (_Attribute(EARLY, 0, 1),) if kernel.early and major >= 9 else ()
-    return Loaded(context, function, (_Attribute * len(attributes))(*attributes))
+    return Loaded(kernel, context, function, (_Attribute * len(attributes))(*attributes))
 
 
 def _nvrtc() -> Any:
@@ -136,10 +144,10 @@ def _nvrtc() -> Any:
     installed = find_spec("nvidia")
     places = [] if installed is None else installed.submodule_search_locations or []
     files = [str(file) for place in places for file in sorted(Path(place).glob(f"*/lib/{name}"))]
-    for path in (name, *files[:-1]):
+    for path in (name, *files):
         with suppress(OSError):
             return ctypes.CDLL(path)
-    return ctypes.CDLL(files[-1] if files else name)
+    raise PermTritonError(f"NVRTC, which comes with torch for CUDA, does not load: {', '.join((name, *files))}")
 
 
 def machine_code(kernel: CudaKernel, architecture: str) -> tuple[bytes, bytes]:
@@ -147,12 +155,7 @@ def machine_code(kernel: CudaKernel, architecture: str) -> tuple[bytes, bytes]:
 
     The code is read from the cache folder, whose files may be deleted at any time, or else compiled and stored there.
     """
-    try:
-        library = _nvrtc()
-    except OSError as error:
-        raise PermTritonError(
-            f"{kernel.source}: NVRTC, which comes with torch for CUDA, is not there: {error}"
-        ) from error
+    library = _nvrtc()
     source, options = (FOLDER / kernel.source).read_bytes(), [f"--gpu-architecture={architecture}", *OPTIONS]
     number = _Int(), _Int()
     library.nvrtcVersion(*map(ctypes.byref, number))

@@ -17,7 +17,7 @@ from permtriton.kernels import (
     nm_mask_backward_triton,
     packing,
     permute,
-    placement,
+    placement_gradient,
     quantize,
     sinkhorn,
     sparse_linear,
@@ -77,7 +77,7 @@ def distances_case(out_features: int, blocks: int) -> Case:
         "distances", f"{blocks}x{BLOCK}x{out_features}", torch.float32,
         lambda random: tuple(random.normal(blocks, BLOCK, out_features) for _ in range(2)),
         distances.distances, in_float64(distances.distances_reference), 1e-4,
-        4 * blocks * BLOCK * (2 * out_features + BLOCK), {"placement": placement.CONFIGS},
+        4 * blocks * BLOCK * (2 * out_features + BLOCK), {"placement_gradient": placement_gradient.CONFIGS},
         3 * blocks * BLOCK * BLOCK * out_features,
     )  # fmt: skip
 
@@ -117,7 +117,7 @@ def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtyp
     )  # fmt: skip
 
 
-def placement_case(out_features: int, in_features: int, dtype: torch.dtype) -> Case:
+def placement_gradient_case(out_features: int, in_features: int, dtype: torch.dtype) -> Case:
     """The gradient of a linear's block permutations at 2:4."""
 
     def inputs(random: Random) -> Arguments:
@@ -126,10 +126,10 @@ def placement_case(out_features: int, in_features: int, dtype: torch.dtype) -> C
 
     # Where scores tie in float32 but not in float64, another weight may be kept, as happens to a handful.
     return Case(
-        "placement", f"{out_features}x{in_features}", dtype, inputs, placement.placement,
-        in_float64(placement.placement_reference), 2e-2,
+        "placement_gradient", f"{out_features}x{in_features}", dtype, inputs, placement_gradient.placement_gradient,
+        in_float64(placement_gradient.placement_gradient_reference), 2e-2,
         2 * out_features * in_features * dtype.itemsize + in_features * BLOCK * 4,
-        {"placement": placement.CONFIGS}, 3 * out_features * in_features * BLOCK,
+        {"placement_gradient": placement_gradient.CONFIGS}, 3 * out_features * in_features * BLOCK,
     )  # fmt: skip
 
 
@@ -412,7 +412,7 @@ def cases_by_kernel(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype) -
         "norm_permute": [make(*size) for size in rows for make in of_norms],
         "packing": [unpack_case(*weight) for weight in weights],
         "permute": [permute_case(*size) for size in rows],
-        "placement": [placement_case(*weight) for weight in weights],
+        "placement_gradient": [placement_gradient_case(*weight) for weight in weights],
         "quantize": [make(*size) for size in rows for make in of_quantizing],
         "sinkhorn": [sinkhorn_case(*blocks), sinkhorn_backward_case(*blocks)],
         "sparse_linear": [sparse_linear_case(*product) for product in products],

@@ -138,17 +138,12 @@ def captured(calls: Sequence[Callable[[], object]], device: torch.device) -> tup
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            kept = [call() for call in calls]
+            results = [call() for call in calls]
     except Exception:
         torch.cuda.set_stream(before)  # after a failed capture torch leaves its stream current
         _end_capture(device, pool)
         raise
-
-    def run() -> None:
-        graph.replay()
-
-    run.kept = kept  # type: ignore[attr-defined]
-    return run, kept
+    return graph.replay, results  # the graph keeps their memory
 
 
 def _end_capture(device: torch.device, pool: Any) -> None:

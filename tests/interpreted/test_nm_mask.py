@@ -192,10 +192,3 @@ def test_zeros_give_finite_gradients(dead, group_scale):
     arguments = (weight, ImportanceFactors(1, scale), block_index([8]), [8], 4, group_scale)
     found = backward.nm_mask_backward_triton(grad, *arguments)
     torch.testing.assert_close(found, file.nm_mask_backward_reference(grad, *arguments), rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_no_rows():
-    weight, factors = torch.randn(0, 8), ImportanceFactors(1, torch.ones(8))
-    assert file.nm_mask_triton(weight, factors, torch.arange(8), [8], TWO_FOUR).shape == (0, 8)
-    arguments = (weight, weight, factors, torch.arange(8), [8], 4, True)
-    assert torch.equal(backward.nm_mask_backward_triton(*arguments), torch.zeros(64))

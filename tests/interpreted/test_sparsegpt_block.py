@@ -52,11 +52,6 @@ def test_strided_parts():
     close(sparsegpt_block_triton(block, factor, keep, NMPattern(2, 4)), expected)
 
 
-def test_no_rows():
-    found = sparsegpt_block_triton(torch.empty(8, 0), torch.eye(8), None, NMPattern(2, 4))
-    assert [part.shape for part in found] == [(8, 0), (8, 0)]
-
-
 def test_what_the_kernel_does_not_take():
     assert kernels.supports(torch.empty(128, 4), NMPattern(2, 4))
     assert not kernels.supports(torch.empty(144, 4), NMPattern(8, 16))

@@ -8,7 +8,7 @@ it is computed once, from their sum. A step then costs as much as a step of a de
 Otherwise masks and their gradients are computed whenever a linear runs.
 
 The gradient of the order is either the change of the loss when each channel is placed at each position
-(`permtriton.kernels.placement`), or the published gradient through a softmax (`permtriton.kernels.nm_mask`).
+(`permtriton.kernels.placement_gradient`), or the published gradient through a softmax (`permtriton.kernels.nm_mask`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
-from permtriton.kernels.placement import placement
+from permtriton.kernels.placement_gradient import placement_gradient
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
 from permtriton.methods.run import Run
@@ -101,7 +101,7 @@ class _MaskedWeight(nn.Module):
         if self._curvature is None:
             return nm_mask_backward(*arguments, self._pattern.group, self._group_scale).to(self.soft.dtype)
         curvature = RankOneCurvature(self._curvature.row * self._curved, self._curvature.column)
-        return placement(*arguments, self._pattern, curvature).to(self.soft.dtype)
+        return placement_gradient(*arguments, self._pattern, curvature).to(self.soft.dtype)
 
     def _oriented(self, weight: Tensor) -> Tensor:
         return weight.t() if self.in_out else weight

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from permtriton.kernels import placement as file
+from permtriton.kernels import placement_gradient as file
 from permtriton.kernels.distances import distances_triton
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.placement import placement_reference
+from permtriton.kernels.placement_gradient import placement_gradient_reference
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.util.sparsity import NMPattern
 
@@ -21,9 +21,9 @@ def check(
     factors = ImportanceFactors(1, *(torch.rand(n, generator=random) + 0.5 for n in (channels, rows, channels)))
     curvature = RankOneCurvature(*(torch.rand(n, generator=random) for n in (rows, channels)))
     index = block_index(sizes)
-    found = file.placement_triton(grad, weight, factors, index, sizes, pattern, curvature)
+    found = file.placement_gradient_triton(grad, weight, factors, index, sizes, pattern, curvature)
     wide = ImportanceFactors(1, *(each.double() for each in factors.contiguous()))
-    expected = placement_reference(grad.double(), weight.double(), wide, index, sizes, pattern, curvature)
+    expected = placement_gradient_reference(grad.double(), weight.double(), wide, index, sizes, pattern, curvature)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
 
@@ -59,14 +59,6 @@ def test_distances(shape):
     left, right = (torch.randn(shape, generator=rng(seed)) for seed in (0, 1))
     found, expected = distances_triton(left, right), torch.cdist(left.double(), right.double(), p=1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6 * shape[-1])
-
-
-def test_no_rows():
-    found = file.placement_triton(
-        torch.empty(0, 8), torch.empty(0, 8), ImportanceFactors(1, torch.ones(8)), torch.arange(8), [8], TWO_FOUR,
-        RankOneCurvature(torch.empty(0), torch.ones(8)),
-    )  # fmt: skip
-    assert torch.equal(found, torch.zeros(64))
 
 
 def test_what_the_kernel_does_not_take():

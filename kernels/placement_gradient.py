@@ -33,7 +33,16 @@ from permtriton.kernels.launch import Config, jit, tl, triton
 from permtriton.kernels.nm_mask import group_ranks, supports
 from permtriton.kernels.nm_mask_backward_triton import equal_blocks
 from permtriton.kernels.operator import operator
-from permtriton.kernels.swap_gains import ALIGN, RankOneCurvature, SwapTerms, _added, for_each, row_major, swap_terms
+from permtriton.kernels.swap_gains import (
+    ALIGN,
+    RankOneCurvature,
+    SwapTerms,
+    _added,
+    for_each,
+    row_major,
+    swap_terms,
+    weight_terms,
+)
 from permtriton.util.sparsity import NMPattern
 
 AT_ONCE, GPU_AT_ONCE = 1 << 17, 1 << 24  # weights whose terms are in memory at once; on a CPU they fit a core's cache
@@ -46,7 +55,7 @@ CONFIGS: tuple[Config, ...] = (
 )
 
 
-def placement_reference(
+def placement_gradient_reference(
     grad: Tensor,
     weight: Tensor,
     importance: ImportanceFactors,
@@ -68,10 +77,8 @@ def placement_reference(
     def fill(tile: tuple[int, int, int, int]) -> None:
         start, size, count, offset = tile
         chosen = index[start : start + size * count]
-        weight_CO = weight.t().index_select(0, chosen)
-        agreement = grad.t().index_select(0, chosen).to(dtype).mul_(weight_CO)
-        rise = weight_CO.to(dtype).square().mul_(curvature.column[chosen].unsqueeze(1)).mul_(curvature.row)
-        scores = importance.of_channels(chosen).scores(weight_CO)
+        scores, agreement, rise = weight_terms(weight, importance, grad, chosen, curvature)
+        assert rise is not None
         matrices = result[offset : offset + size * size * count].view(count, size, size)
         inside = (chosen - start).view(count, size) % size
         for matrix, channels, terms in zip(
@@ -128,7 +135,7 @@ def _placed(scores: Tensor, agreement: Tensor, threshold: Tensor, displaced: Ten
 
 
 @jit
-def _placement_kernel(
+def _placement_gradient_kernel(
     scores_ptr, agreement_ptr, threshold_ptr, displaced_ptr, index_ptr, partial_ptr,
     rows, steps, size, row_stride, total,
     ALIGN: tl.constexpr, TILE_I: tl.constexpr, TILE_J: tl.constexpr, STAGES: tl.constexpr,
@@ -156,7 +163,7 @@ def _placement_kernel(
     tl.store(partial_ptr + places, moved, mask=i_valid[:, None] & j_valid[None, :])
 
 
-def placement_triton(
+def placement_gradient_triton(
     grad: Tensor,
     weight: Tensor,
     importance: ImportanceFactors,
@@ -165,14 +172,12 @@ def placement_triton(
     pattern: NMPattern,
     curvature: RankOneCurvature,
 ) -> Tensor:
-    """Computes `placement_reference` of what `supports` accepts: float32 ``[sum of sizes^2]``."""
-    parts = [torch.empty(0, dtype=torch.float32, device=weight.device)]
+    """Computes `placement_gradient_reference` of what `supports` accepts: float32 ``[sum of sizes^2]``."""
+    parts = []
     for start, size, count, _ in equal_blocks(blocks, GPU_AT_ONCE // max(weight.shape[0], 1)):
-        there = slice(start, start + size * count)
-        curved, inside = RankOneCurvature(curvature.row, curvature.column[there]), index[there] - start
-        factors = importance.of_channels(there)
-        terms = swap_terms(weight[:, there], factors, grad[:, there], inside, pattern, curved)
-        parts.append(launched(terms, inside, size))
+        chosen = index[start : start + size * count]
+        terms = swap_terms(weight, importance, grad, chosen, pattern, curvature)
+        parts.append(launched(terms, chosen - start, size))
     return torch.cat(parts)
 
 
@@ -180,9 +185,7 @@ def launched(terms: SwapTerms, index: Tensor, size: int) -> Tensor:
     """Returns D of blocks of one ``size``, flat, from the terms of every position; lines of D are in base order."""
     channels, rows = terms.scores.shape
     total = channels * size
-    if not total or not rows:
-        return torch.zeros(total, dtype=torch.float32, device=index.device)
-    config = config_for("placement", CONFIGS, (rows, channels, size), torch.float32).arguments()
+    config = config_for("placement_gradient", CONFIGS, (rows, channels, size), torch.float32).arguments()
     programs, blocks = config.pop("PROGRAMS"), channels // size
     tiles = triton.cdiv(size, config["TILE_I"]) * triton.cdiv(size, config["TILE_J"])
     splits = max(min(programs // (blocks * tiles), triton.cdiv(rows, LEAST_ROWS)), 1)
@@ -192,17 +195,17 @@ def launched(terms: SwapTerms, index: Tensor, size: int) -> Tensor:
     by_row = row_major(terms.tensors()[:4])
     sizes = (size, by_row[0].stride(0), total)
     align = ALIGN if not any(number % ALIGN for number in sizes) else 1
-    _placement_kernel[(blocks, splits, tiles)](
+    _placement_gradient_kernel[(blocks, splits, tiles)](
         *by_row, index.contiguous(), partial, rows, steps, *(number // align for number in sizes), ALIGN=align, **config
     )
     return partial.sum(0) if splits > 1 else partial[0]
 
 
-placement = operator(
-    "placement",
+placement_gradient = operator(
+    "placement_gradient",
     lambda grad, weight, importance, index, blocks, *_: weight.new_empty(
         sum(size**2 for size in blocks), dtype=torch.promote_types(weight.dtype, torch.float32)
     ),
-    launcher=placement_triton,
+    launcher=placement_gradient_triton,
     supports=lambda grad, weight, importance, *_: supports(weight, importance.scale),
-)(placement_reference)
+)(placement_gradient_reference)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.kernels import placement as file
+from permtriton.kernels import placement_gradient as file
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, top_n_mask
-from permtriton.kernels.placement import placement
+from permtriton.kernels.placement_gradient import placement_gradient
 from permtriton.kernels.swap_gains import RankOneCurvature, swap_gains, swap_terms
 from permtriton.util.sparsity import NMPattern
 
@@ -34,7 +34,9 @@ class Problem:
         self.curvature = RankOneCurvature(*(torch.rand(n, generator=random) for n in (rows, channels)))
 
     def found(self) -> Tensor:
-        return placement(self.grad, self.weight, self.importance, self.index, self.sizes, self.pattern, self.curvature)
+        return placement_gradient(
+            self.grad, self.weight, self.importance, self.index, self.sizes, self.pattern, self.curvature
+        )
 
     def blocks(self) -> list[Tensor]:
         parts = self.found().split([size * size for size in self.sizes])
@@ -118,7 +120,7 @@ def test_a_step_along_it_lowers_a_linear_loss():
     weight = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.4, 0.3, 0.2, 0.1]])
     grad, factors, flat = -torch.ones(1, 8), ImportanceFactors(1, torch.ones(8)), RankOneCurvature(*torch.zeros(2, 8))
     flat = RankOneCurvature(torch.zeros(1), torch.zeros(8))
-    gradient = placement(grad, weight, factors, torch.arange(8), [8], TWO_FOUR, flat).view(8, 8)
+    gradient = placement_gradient(grad, weight, factors, torch.arange(8), [8], TWO_FOUR, flat).view(8, 8)
     swap = torch.tensor([0, 1, 4, 3, 2, 5, 6, 7])
 
     def loss(index: Tensor) -> Tensor:
