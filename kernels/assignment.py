@@ -209,7 +209,6 @@ def supports(score: Tensor) -> bool:
 
 
 assignment = operator(
-    "assignment",
     lambda score: score.new_empty(score.shape[:2], dtype=torch.int32),
     launcher=assignment_triton,
     supports=supports,

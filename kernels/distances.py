@@ -23,7 +23,6 @@ def distances_reference(left: Tensor, right: Tensor) -> Tensor:
 
 
 def distances_triton(left: Tensor, right: Tensor) -> Tensor:
-    """Computes `distances_reference` in float32."""
     blocks, size, _ = left.shape
     x, y = (part.flatten(0, 1).t().contiguous().t() for part in (left, right))  # lines adjacent, for the kernel's loads
     present = torch.arange(blocks * size, device=left.device)
@@ -32,7 +31,6 @@ def distances_triton(left: Tensor, right: Tensor) -> Tensor:
 
 
 distances = operator(
-    "distances",
     lambda left, right: left.new_empty(*left.shape[:2], right.shape[1]),
     launcher=distances_triton,
     supports=lambda left, right: left.dtype == torch.float32,

@@ -287,7 +287,6 @@ def supports(weight: Tensor, scale: Tensor) -> bool:
 
 
 nm_mask_backward = operator(
-    "nm_mask_backward",
     lambda grad, weight, importance, index, blocks, *_: importance.scale.new_empty(sum(size**2 for size in blocks)),
     launcher=nm_mask_backward_triton,
     supports=lambda grad, weight, importance, *_: supports(weight, importance.scale),
@@ -295,7 +294,6 @@ nm_mask_backward = operator(
 
 
 @operator(
-    "nm_mask",
     lambda weight, *_: weight.new_empty(weight.shape[::-1]).t(),
     launcher=lambda weight, importance, index, soft, blocks, pattern, group_scale: nm_mask_triton(
         weight, importance, index, blocks, pattern

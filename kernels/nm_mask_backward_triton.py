@@ -271,7 +271,6 @@ def nm_mask_backward_triton(
     group: int,
     group_scale: bool,
 ) -> Tensor:
-    """Computes `nm_mask_backward_reference` of what `nm_mask.supports` accepts: float32 ``[sum of sizes^2]``."""
     total, rows = sum(size * size for size in blocks), weight.shape[0]
     config = config_for("nm_mask_backward", CONFIGS, (rows, weight.shape[1], max(blocks)), weight.dtype)
     aligned = grad.stride(0) == weight.stride(0) == 1 and not any(

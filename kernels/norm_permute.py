@@ -398,7 +398,6 @@ def add_norm_permute_triton(
 def norm_permute_backward_triton(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `norm_permute_backward` of inputs that `takes` accepts."""
     hidden, outer, back = rows_of(x), rows_of(grad), inverse(index.long()).int()
     rows, channels = hidden.shape
     block, weight = triton.next_power_of_2(channels), weight.contiguous()
@@ -432,7 +431,6 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, varian
 
 
 @operator(
-    "norm_permute_backward",
     lambda grad, x, weight, bias, *_: (
         x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(0) if bias is None else torch.empty_like(bias)
     ),
@@ -451,7 +449,6 @@ def _gradient(grad: Tensor, *inputs: Any) -> dict[str, Tensor]:
 
 
 @operator(
-    "norm_permute",
     lambda x, weight, bias, index, variant: x.new_empty(
         x.shape, dtype=weight.dtype if variant.kind == "rms" else x.dtype
     ),
@@ -482,7 +479,6 @@ def _check_added(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps
 
 
 @operator(
-    "add_norm_permute",
     lambda x, residual, weight, index, eps: (x.new_empty(x.shape, dtype=weight.dtype), x.new_empty(x.shape)),
     check=_check_added,
     launcher=add_norm_permute_triton,
@@ -499,7 +495,6 @@ def add_norm_permute(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor,
 
 
 @operator(
-    "norm_quantize",
     empty_quantized,
     check=_check,
     launcher=norm_quantize_triton,

@@ -27,7 +27,6 @@ def _accept(*_: Any) -> bool:
 
 
 def operator(
-    name: str,
     fake: Callable[..., Any],
     *,
     check: Callable[..., object] = _accept,
@@ -38,12 +37,11 @@ def operator(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Returns a decorator that registers a function as ``torch.ops.permtriton.<name>`` and makes it call the operator.
 
-    The function itself is the reference: it runs on a CPU, and on a GPU where the launcher does not support a call, or
-    where the first tensor is empty.
-    ``fake``, ``check``, ``launcher`` and ``supports`` take the function's arguments.
+    Its name is that of the function, without ``_reference``. The function itself is the reference: it runs on a CPU,
+    and on a GPU where the launcher does not support a call, or where the first tensor is empty. ``fake``, ``check``,
+    ``launcher`` and ``supports`` take the function's arguments.
 
     Args:
-        name: Name of the operator.
         fake: Returns empty results of the right shapes and dtypes.
         check: Raises an error about arguments that do not fit, before the function, the launcher or ``fake`` runs.
         launcher: Computes the same results on the GPU of the first argument, which is made the current GPU: Triton
@@ -55,7 +53,7 @@ def operator(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = _Parameters(function)
+        parameters, name = _Parameters(function), function.__name__.removesuffix("_reference")
 
         def on_gpu(first: Any, arguments: Iterable[Any]) -> Any:
             check(*arguments)

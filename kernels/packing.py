@@ -120,7 +120,7 @@ def _empty_packed(weight: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
     return weight.new_empty(values_shape), weight.new_empty(positions_shape, dtype=torch.uint8)
 
 
-@operator("pack", _empty_packed)
+@operator(_empty_packed)
 def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
     """Returns (values, positions) of an N:M weight; `unpack` restores it bit for bit.
 
@@ -200,7 +200,6 @@ def supports(dtype: torch.dtype, in_features: int, pattern: NMPattern) -> bool:
 
 
 def unpack_triton(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
-    """Computes `unpack_reference` of a weight that `supports` accepts: the same bits."""
     if values.dtype == FLOAT8:
         return unpack_triton(values.view(torch.int8), positions, in_features, pattern).view(FLOAT8)
     out_features = values.shape[0]
@@ -215,7 +214,6 @@ def unpack_triton(values: Tensor, positions: Tensor, in_features: int, pattern: 
 
 
 unpack = operator(
-    "unpack",
     lambda values, positions, in_features, pattern: values.new_empty(values.shape[0], in_features),
     check=partial(check_packed_shapes, dtypes=(*DTYPES, FLOAT8)),
     launcher=unpack_triton,

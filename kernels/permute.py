@@ -178,7 +178,6 @@ def _gradient(grad: Tensor, index: Tensor, dim: int) -> dict[str, Tensor]:
 
 
 @operator(
-    "permute",
     lambda x, index, dim: x.new_empty(x.shape),
     check=check_shapes,
     launcher=permute_triton,

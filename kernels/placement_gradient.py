@@ -172,7 +172,6 @@ def placement_gradient_triton(
     pattern: NMPattern,
     curvature: RankOneCurvature,
 ) -> Tensor:
-    """Computes `placement_gradient_reference` of what `supports` accepts: float32 ``[sum of sizes^2]``."""
     parts = []
     for start, size, count, _ in equal_blocks(blocks, GPU_AT_ONCE // max(weight.shape[0], 1)):
         chosen = index[start : start + size * count]
@@ -202,7 +201,6 @@ def launched(terms: SwapTerms, index: Tensor, size: int) -> Tensor:
 
 
 placement_gradient = operator(
-    "placement_gradient",
     lambda grad, weight, importance, index, blocks, *_: weight.new_empty(
         sum(size**2 for size in blocks), dtype=torch.promote_types(weight.dtype, torch.float32)
     ),

@@ -212,7 +212,6 @@ def supports(x: Tensor, *_: Any) -> bool:
 
 
 @operator(
-    "quantize",
     empty_quantized,
     check=lambda x, index: None if index is None else check_shapes(x, index),
     launcher=quantize_triton,
@@ -233,7 +232,6 @@ def _check_pair(gate: Tensor, up: Tensor) -> None:
 
 
 @operator(
-    "silu_quantize",
     empty_quantized,
     check=_check_pair,
     launcher=lambda gate, up: quantize_triton(gate, None, up),

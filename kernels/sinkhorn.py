@@ -247,7 +247,6 @@ def _sinkhorn_bwd_kernel(
 
 
 def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `sinkhorn_reference` of logits that `supports` accepts, in float32."""
     blocks, size, _ = logits.shape
     soft = torch.empty((blocks, size, size), dtype=torch.float32, device=logits.device)
     rows, columns = (torch.empty((rounds, blocks, size), dtype=torch.float32, device=logits.device) for _ in range(2))
@@ -259,7 +258,6 @@ def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Te
 
 
 def sinkhorn_backward_triton(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
-    """Computes `sinkhorn_backward_reference` with a Triton kernel: the gradient of the logits, in their dtype."""
     blocks, size, _ = logits.shape
     grad_logits = torch.empty((blocks, size, size), dtype=logits.dtype, device=logits.device)
     config = config_for("sinkhorn_backward", BACKWARD_CONFIGS, (blocks, size), logits.dtype)
@@ -297,14 +295,12 @@ def _fake(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tens
 
 
 sinkhorn_backward = operator(
-    "sinkhorn_backward",
     lambda grad, logits, *_: logits.new_empty(logits.shape),
     launcher=sinkhorn_backward_triton,
     supports=lambda grad, logits, *_: supports(logits),
 )(sinkhorn_backward_reference)
 
 _sinkhorn = operator(
-    "sinkhorn",
     _fake,
     launcher=sinkhorn_triton,
     supports=lambda logits, *_: supports(logits),

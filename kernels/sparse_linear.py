@@ -125,7 +125,6 @@ def _gradient(
 
 
 @operator(
-    "sparse_linear",
     lambda x, values, *_: x.new_empty((*x.shape[:-1], values.shape[0])),
     check=_check,
     launcher=routed,

@@ -117,7 +117,6 @@ def _check(x: Tensor, values: Tensor, positions: Tensor, scale: Tensor, *others:
 
 
 @operator(
-    "sparse_linear_fp8",
     lambda x, values, *_: x.new_empty((*x.shape[:-1], values.shape[0])),
     check=_check,
     launcher=routed,

@@ -116,7 +116,6 @@ def supports(block: Tensor, pattern: NMPattern) -> bool:
 def sparsegpt_block_triton(
     block: Tensor, factor: Tensor, keep: Tensor | None, pattern: NMPattern
 ) -> tuple[Tensor, Tensor]:
-    """Computes `sparsegpt_block_reference` of a block that `supports` accepts."""
     block, factor = block.contiguous(), factor.contiguous()
     pruned, errors = torch.empty_like(block), torch.empty_like(block)
     channels, out_features = block.shape
@@ -130,7 +129,6 @@ def sparsegpt_block_triton(
 
 
 sparsegpt_block = operator(
-    "sparsegpt_block",
     lambda block, *_: (torch.empty_like(block), torch.empty_like(block)),
     launcher=sparsegpt_block_triton,
     supports=lambda block, factor, keep, pattern: supports(block, pattern),

@@ -295,7 +295,6 @@ def _swap_gains_kernel(
 
 
 def swap_gains_triton(left: SwapTerms, right: SwapTerms) -> Tensor:
-    """Computes `swap_gains_reference` of float32 terms."""
     (lines, rows), columns = left.scores.shape, right.scores.shape[0]
     gains = torch.empty((lines, columns), dtype=torch.float32, device=left.own.device)
     by_row = [row_major(side.tensors()[:4]) for side in (left, right)]
@@ -320,7 +319,6 @@ def row_major(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 swap_gains = operator(
-    "swap_gains",
     lambda left, right: left.scores.new_empty(left.scores.shape[0], right.scores.shape[0]),
     launcher=swap_gains_triton,
     supports=lambda left, right: left.scores.dtype == torch.float32,

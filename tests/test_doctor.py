@@ -47,4 +47,4 @@ def test_the_verdict_names_what_fails_and_what_is_missing(monkeypatch):
 def test_it_says_how_packed_fp8_runs(capability, words, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(doctor.mma, "limits_of", lambda device: GpuLimits(132, has_wgmma=capability[0] == 9))
-    assert words in doctor._packed_fp8(1)
+    assert words in doctor._packed_fp8([torch.device("cuda", 0)])

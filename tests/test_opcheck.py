@@ -93,7 +93,7 @@ def test_every_operator_passes_opcheck():
 def test_every_operator_is_called():
     called = {operator.overloadpacket.__name__ for operator, _ in [*of_cases(torch.float32), *of_other_inputs()]}
     known = (name.split(".")[0].partition("::") for name in torch._C._dispatch_get_all_op_names())
-    ours = {name for namespace, _, name in known if namespace == "permtriton" and not name.startswith("test_")}
+    ours = {name for namespace, _, name in known if namespace == "permtriton" and not name.startswith("try_")}
     assert ours - called == set()
 
 

@@ -38,35 +38,34 @@ def _gradient(grad: Tensor, by: Affine, y: Tensor):
 
 
 @operator(
-    "test_affine",
     lambda x, by, times: (x.new_empty(x.shape), x.new_empty(x.shape)),
     check=_refuse_integers,
     gradient=_gradient,
     keeps=("by", 1),
 )
-def affine(x: Tensor, by: Affine, times: int = 1) -> tuple[Tensor, Tensor]:
+def try_affine(x: Tensor, by: Affine, times: int = 1) -> tuple[Tensor, Tensor]:
     """Returns the result ``times``-fold, and once."""
     y = x * by.factor + by.shift
     return y * times, y.clone()
 
 
 def test_a_dataclass_becomes_its_fields():
-    assert str(torch.ops.permtriton.test_affine.default._schema) == (
-        "permtriton::test_affine(Tensor x, Tensor by_factor, float by_shift, SymInt times=1) -> (Tensor, Tensor)"
+    assert str(torch.ops.permtriton.try_affine.default._schema) == (
+        "permtriton::try_affine(Tensor x, Tensor by_factor, float by_shift, SymInt times=1) -> (Tensor, Tensor)"
     )
     x, by = torch.randn(3), Affine(torch.tensor(2.0), 0.5)
-    for found, times in ((affine(x, by), 1), (affine(x, by, 3), 3), (affine(x, times=3, by=by), 3)):
+    for found, times in ((try_affine(x, by), 1), (try_affine(x, by, 3), 3), (try_affine(x, times=3, by=by), 3)):
         assert torch.equal(found[0], (2 * x + 0.5) * times)
-    assert torch.equal(torch.ops.permtriton.test_affine(x, by.factor, 0.5, times=4)[0], (2 * x + 0.5) * 4)
-    assert affine.__doc__.startswith("Returns the result")
+    assert torch.equal(torch.ops.permtriton.try_affine(x, by.factor, 0.5, times=4)[0], (2 * x + 0.5) * 4)
+    assert try_affine.__doc__.startswith("Returns the result")
 
 
 @pytest.mark.slow
 def test_opcheck_and_one_graph():
     x, factor = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-    torch.library.opcheck(torch.ops.permtriton.test_affine.default, (x, factor, 0.5))
-    compiled = torch.compile(lambda x: affine(x * 2, Affine(factor, 0.5))[0] + 1, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), affine(x * 2, Affine(factor, 0.5))[0] + 1)
+    torch.library.opcheck(torch.ops.permtriton.try_affine.default, (x, factor, 0.5))
+    compiled = torch.compile(lambda x: try_affine(x * 2, Affine(factor, 0.5))[0] + 1, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), try_affine(x * 2, Affine(factor, 0.5))[0] + 1)
 
 
 def test_a_call_that_torch_need_not_see_goes_to_the_launcher(monkeypatch):
@@ -77,9 +76,9 @@ def test_a_call_that_torch_need_not_see_goes_to_the_launcher(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     launched = []
 
-    @operator("test_direct", lambda x, times: x.new_empty(x.shape), launcher=lambda x, times: launched.append(x) or x,
+    @operator(lambda x, times: x.new_empty(x.shape), launcher=lambda x, times: launched.append(x) or x,
               gradient=lambda grad: {"x": grad}, keeps=())  # fmt: skip
-    def direct(x: Tensor, times: int = 2) -> Tensor:
+    def try_direct(x: Tensor, times: int = 2) -> Tensor:
         return x * times
 
     class Mode(TorchDispatchMode):
@@ -87,23 +86,23 @@ def test_a_call_that_torch_need_not_see_goes_to_the_launcher(monkeypatch):
             return function(*args, **(kwargs or {}))
 
     x = torch.ones(2)
-    assert direct(x, 2) is direct(x) is x
-    assert direct(torch.nn.Parameter(x, requires_grad=False), 2).numel() == 2
+    assert try_direct(x, 2) is try_direct(x) is x
+    assert try_direct(torch.nn.Parameter(x, requires_grad=False), 2).numel() == 2
     assert len(launched) == 3
-    assert torch.equal(direct(x, times=2), 2 * x)
-    assert direct(torch.ones(2, requires_grad=True), 2).requires_grad
+    assert torch.equal(try_direct(x, times=2), 2 * x)
+    assert try_direct(torch.ones(2, requires_grad=True), 2).requires_grad
     with Mode():
-        direct(x, 2)
+        try_direct(x, 2)
     assert len(launched) == 3
 
 
 def test_only_gradients_that_are_needed_are_computed():
     CALLS.clear()
     x, factor = torch.randn(3, requires_grad=True), torch.tensor(2.0)
-    affine(x, Affine(factor, 0.5))[0].sum().backward()
+    try_affine(x, Affine(factor, 0.5))[0].sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))
     assert CALLS == []
-    affine(x, Affine(factor.requires_grad_(), 0.5))[0].sum().backward()
+    try_affine(x, Affine(factor.requires_grad_(), 0.5))[0].sum().backward()
     torch.testing.assert_close(factor.grad, x.detach().sum())
 
 
@@ -111,7 +110,7 @@ def test_arguments_are_checked_on_every_way():
     by = Affine(torch.tensor(2.0), 0.5)
     for device in ("cpu", "meta"):
         with pytest.raises(ModelError, match="integers"):
-            affine(torch.ones(3, dtype=torch.int64, device=device), by)
+            try_affine(torch.ones(3, dtype=torch.int64, device=device), by)
 
 
 @pytest.fixture
@@ -148,24 +147,24 @@ def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(kerne
     new_enough = [True]
     monkeypatch.setattr(module, "_has_kernels", lambda device: device.type == "meta" and new_enough[0])
 
-    def reference(x: Tensor, number: int) -> tuple[str, list]:
+    def try_launch(x: Tensor, number: int) -> tuple[str, list]:
         return "reference", list(current)
 
     operator(
-        "test_launch", reference, launcher=lambda x, number: (number, list(current)),
+        try_launch, launcher=lambda x, number: (number, list(current)),
         supports=lambda x, number: number > 0,
-    )(reference)  # fmt: skip
+    )(try_launch)  # fmt: skip
     x, meta = torch.empty(2, device="meta"), torch.device("meta")
     assert kernels["cuda"](x, 3) == (3, [meta])
     assert kernels["cuda"](x, 0) == kernels["cuda"](x[:0], 3) == ("reference", [meta])
-    with pytest.raises(ModelError, match="test_launch: tensors on meta and cpu: move them to one device"):
+    with pytest.raises(ModelError, match="try_launch: tensors on meta and cpu: move them to one device"):
         kernels["cuda"](x, torch.empty(2))
     new_enough[0] = False
     assert kernels["cuda"](x, 3) == ("reference", [meta])
     assert current == []
     kernels.clear()
     monkeypatch.setattr(module, "triton", None)
-    operator("test_launch", reference, launcher=reference)(reference)
+    operator(try_launch, launcher=try_launch)(try_launch)
     assert kernels == {}
 
 
@@ -174,13 +173,13 @@ def test_tensors_in_a_dataclass_say_which_gpu_it_is(kernels, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(module, "_has_kernels", lambda device: True)
 
-    def reference(left: Affine, right: Affine) -> float:
+    def try_parts(left: Affine, right: Affine) -> float:
         return 0.0
 
-    operator("test_of_parts", reference, launcher=lambda left, right: left.shift + right.shift)(reference)
+    operator(try_parts, launcher=lambda left, right: left.shift + right.shift)(try_parts)
     here, there = torch.ones(1, device="meta"), torch.ones(1)
     assert kernels["cuda"](here, 1.0, here, 2.0) == 3.0
-    with pytest.raises(ModelError, match="test_of_parts: tensors on meta and cpu"):
+    with pytest.raises(ModelError, match="try_parts: tensors on meta and cpu"):
         kernels["cuda"](here, 1.0, there, 2.0)
 
 
