@@ -12,9 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import PermTritonError
 from permtriton.kernels import cusparselt
-from permtriton.kernels.launch import has_kernels, triton
-from permtriton.kernels.tools.case import Random
-from permtriton.kernels.tools.cases import cases_for
+from permtriton.kernels.autotune import forced
+from permtriton.kernels.launch import Config, has_kernels, triton
+from permtriton.kernels.sparse_linear import CUSPARSELT
+from permtriton.kernels.tools.cases import cases_for, sparse_linear_case
 from permtriton.recipe import config_from
 
 BUDGET = 10.0  # seconds; kernels whose check has not started by then are left out
@@ -101,10 +102,7 @@ def _cusparselt(device: torch.device | None) -> str:
         raise _Absent("no GPU that torch can use")
     if not cusparselt.supports(torch.float16, *SHAPE, device):
         raise _Absent("this build of torch comes without it, or the GPU has no sparse tensor cores")
-    random = Random(0, device)
-    weight, x = random.two_of_four(*SHAPE, torch.float16), random.normal(TOKENS, SHAPE[1], dtype=torch.float16)
-    product = cusparselt.product(x, cusparselt.compress(weight), None, SHAPE[0])
-    difference = float((product - x @ weight.T).abs().max())
-    if not difference <= 0.05:
-        raise RuntimeError(f"its product differs from the dense one by {difference:.1e}")
+    with forced({"sparse_linear_route": Config({"ROUTE": CUSPARSELT})}):
+        if problem := sparse_linear_case(TOKENS, *SHAPE, torch.float16).check(device):
+            raise RuntimeError(f"its product is not that of the dense weight: {problem}")
     return "its 2:4 product is that of the dense weight"

@@ -307,12 +307,12 @@ def chosen(product: Product, device: torch.device) -> Variant | None:
         fitting = _in_clusters_that_fit(*key)
         ways = dict.fromkeys((fitting, replace(fitting, early=False)))
         _CHOSEN[key] = next((one for one in ways if is_trusted(one, device)), None)
-    what, found = product.name + " in float8" * product.fp8, _CHOSEN[key]
-    if found is None:
+    what, usable = product.name + " in float8" * product.fp8, _CHOSEN[key]
+    if usable is None:
         note(f"rejected {what}", variant.kernel.name)
     else:
-        note(f"variant {what}", found.kernel.name + ", early" * found.early)
-    return found
+        note(f"variant {what}", usable.kernel.name + ", early" * usable.early)
+    return usable
 
 
 def _in_clusters_that_fit(variant: Variant, grid: tuple[int, int, int], device: torch.device) -> Variant:
