@@ -40,6 +40,7 @@ from permtriton.kernels.tools.case import (
     unequal,
 )
 from permtriton.kernels.tools.timing import relative_error
+from permtriton.util.permutation import inverse
 
 TAU, ROUNDS = 0.5, 5
 EPS = 1e-5
@@ -170,26 +171,20 @@ def add_norm_permute_case(rows: int, channels: int, dtype: torch.dtype) -> Case:
 
 
 def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype) -> Case:
-    """RMSNorm forward and backward, with the gradients of input and weight: moves 5 times the bytes of the input."""
+    """The gradients of RMSNorm: reads the input and a gradient, writes a gradient."""
 
     def inputs(random: Random) -> Arguments:
-        x, grad = (random.normal(rows, channels, dtype=dtype) for _ in range(2))
-        weight = random.normal(channels, dtype=dtype).requires_grad_()
-        return x.requires_grad_(), weight, random.stored_order(channels, False), grad
+        grad, x = (random.normal(rows, channels, dtype=dtype) for _ in range(2))
+        return grad, x, random.normal(channels, dtype=dtype), None, random.stored_order(channels, False), RMS
 
-    @torch.enable_grad()
-    def run(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(norms.norm_permute(x, weight, None, index, RMS), (x, weight), grad)
-
-    @torch.enable_grad()
-    def reference(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-        return torch.autograd.grad(_wide_norm(wide[0], wide[1], None, index, RMS), wide, grad.double())
+    @in_float64
+    def reference(grad: Tensor, x: Tensor, weight: Tensor, bias: None, index: Tensor, *_: Any) -> Any:
+        grad = permute.permute_reference(grad, inverse(index.long()))
+        return norms.norm_backward_reference(grad, x, weight, bias, RMS, torch.float64)
 
     return Case(
-        "norm_permute forward + backward", f"{rows}x{channels}", dtype, inputs, run, reference, rounding(dtype),
-        5 * rows * channels * dtype.itemsize,
-        {"norm_permute": norms.CONFIGS, "norm_permute_backward": norms.BACKWARD_CONFIGS},
+        "norm_permute backward", f"{rows}x{channels}", dtype, inputs, norms.norm_permute_backward, reference,
+        rounding(dtype), 3 * rows * channels * dtype.itemsize, {"norm_permute_backward": norms.BACKWARD_CONFIGS},
     )  # fmt: skip
 
 
