@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from permtriton.model.modules import (
     ChannelGather,
     GatheredLinear,
-    PermutedLayerNorm,
-    PermutedRMSNorm,
+    PermutedNorm,
     from_norm,
     replace_module,
 )
@@ -38,7 +37,7 @@ def apply_edits(model: nn.Module, edits: Iterable[Edit]) -> None:
 
 def _permute_norm(model: nn.Module, edit: PermuteNorm) -> None:
     module = model.get_submodule(edit.norm.module)
-    if isinstance(module, PermutedRMSNorm | PermutedLayerNorm):
+    if isinstance(module, PermutedNorm):
         module.compose(edit.index)
     else:
         replace_module(model, edit.norm.module, from_norm(module, edit.norm.variant, edit.index))

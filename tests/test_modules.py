@@ -138,6 +138,9 @@ def test_compiles_as_one_graph_and_equals_eager(name, backend):
     torch.testing.assert_close(result, eager[0], rtol=1e-4, atol=1e-4)
 
 
+ONES = nn.Parameter(torch.ones(4))
+
+
 def modules_of(index: Tensor) -> list[nn.Module]:
     channels = index.numel()
     norms = [(LlamaRMSNorm, "rms", 0.0), (GemmaRMSNorm, "rms_float", 1.0), (nn.LayerNorm, "layer", 0.0)]
@@ -186,8 +189,8 @@ def test_what_is_no_permutation_is_refused(index):
     gather = ChannelGather(torch.arange(4))
     makers = [
         lambda: ChannelGather(index),
-        lambda: PermutedRMSNorm(torch.ones(4), None, index, NormVariant("rms", 1e-5, 0.0)),
-        lambda: PermutedLayerNorm(torch.ones(4), None, index, NormVariant("layer", 1e-5, 0.0)),
+        lambda: PermutedRMSNorm(ONES, None, index, NormVariant("rms", 1e-5, 0.0)),
+        lambda: PermutedLayerNorm(ONES, None, index, NormVariant("layer", 1e-5, 0.0)),
         lambda: SparseLinear.from_linear(nn.Linear(4, 3), index),
         lambda: gather.compose(index),
         lambda: check_index(index, 4, "here"),
@@ -200,7 +203,7 @@ def test_what_is_no_permutation_is_refused(index):
 
 def test_an_index_of_another_size_is_refused():
     with pytest.raises(ModelError, match=r"\[5\].*expected integers \[4\]"):
-        PermutedRMSNorm(torch.ones(4), None, torch.arange(5), NormVariant("rms", 1e-5, 0.0))
+        PermutedRMSNorm(ONES, None, torch.arange(5), NormVariant("rms", 1e-5, 0.0))
     with pytest.raises(ModelError, match=r"\[5\].*expected integers \[24\]"):
         SparseLinear(24, 3, gather=ChannelGather(torch.arange(5)))
 

@@ -188,7 +188,7 @@ def test_a_graph_for_onnx_has_operators_of_torch_alone(monkeypatch, onnx):
     """ONNX knows no others, so that a folder of layout fused could not be written."""
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: onnx)
     variant = NormVariant("rms", 1e-6, 0.0)
-    norm = PermutedRMSNorm(torch.rand(8), None, torch.randperm(8), variant)
+    norm = PermutedRMSNorm(nn.Parameter(torch.rand(8)), None, torch.randperm(8), variant)
     model = nn.Sequential(norm, ChannelGather(torch.randperm(8)))
     graph = torch.export.export(model, (torch.rand(2, 8),)).graph
     assert any("permtriton" in str(node.target) for node in graph.nodes) != onnx

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from permtriton.checkpoint.export import export
 from permtriton.errors import ModelError
-from permtriton.model.modules import GatheredLinear, PermutedLayerNorm, PermutedRMSNorm
+from permtriton.model.modules import GatheredLinear, PermutedNorm
 
 from . import folders
 from .folders import LAST_UP, load
@@ -67,7 +67,7 @@ def test_a_fused_model_is_what_was_saved(place, name, format):
     expected = folders.model_of(name, fused=True, dtype=torch.bfloat16)
     loaded = load(place(name, format, fused=True))
     assert folders.differing(folders.state(expected), folders.state(loaded)) == []
-    kinds = [type(m) for m in loaded.modules() if isinstance(m, PermutedRMSNorm | PermutedLayerNorm | GatheredLinear)]
+    kinds = [type(m) for m in loaded.modules() if isinstance(m, PermutedNorm | GatheredLinear)]
     assert len(kinds) == len(folders.FUSED_NORMS[name]) + len(folders.FUSED_GATHERS[name])
     with torch.no_grad():
         assert torch.equal(loaded(IDS).logits, expected(IDS).logits)

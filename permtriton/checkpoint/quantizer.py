@@ -45,8 +45,7 @@ from permtriton.model.headers import StoredTensor, read_headers
 from permtriton.model.modules import (
     ChannelGather,
     GatheredLinear,
-    PermutedLayerNorm,
-    PermutedRMSNorm,
+    PermutedNorm,
     SparseLinear,
     SparseLinearFp8,
     check_index,
@@ -67,7 +66,7 @@ def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantization
             assert module.pattern is not None
             shape, in_fp8 = (module.out_features, module.in_features), isinstance(module, SparseLinearFp8)
             packed[f"{name}.weight"] = packed_entry(shape, PrunedWeight(1, module.pattern), sparsity, in_fp8=in_fp8)
-        if isinstance(module, PermutedRMSNorm | PermutedLayerNorm):
+        if isinstance(module, PermutedNorm):
             kind, eps, offset = module.variant.kind, module.variant.eps, module.variant.offset
             norms[name] = {"kind": kind, "offset": offset, "eps": eps, "channels": module.index.numel()}
         elif isinstance(module, GatheredLinear) and module.gather is not None:
@@ -150,7 +149,7 @@ class PermTritonQuantizer(HfQuantizer):
             if name in self._expected and tensor.is_floating_point():
                 tensor.data = tensor.data.to(self._expected[name].dtype)
         for name, module in model.named_modules():
-            if isinstance(module, ChannelGather | PermutedRMSNorm | PermutedLayerNorm):
+            if isinstance(module, ChannelGather | PermutedNorm):
                 check_index(module.index, module.index.numel(), name)
         self._update_config(model)
 

@@ -66,17 +66,20 @@ class ChannelGather(_Indexed):
         return f"channels={self.index.numel()}"
 
 
-class _PermutedNorm(_Indexed):
-    """Base of both norms. ``weight`` and ``bias``, ``[C]``, are in the order of the input, the index on the output."""
+class PermutedNorm(_Indexed):
+    """A norm that writes its output in the order of an index.
 
-    bias: Any
+    ``weight`` and ``bias``, ``[C]``, are in the order of the input. The subclasses tell its two kinds apart.
+    """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> None:
-        """Shares ``weight`` and ``bias`` if they are Parameters."""
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, index: Tensor, variant: NormVariant) -> None:
+        """Shares the Parameters ``weight`` and ``bias``."""
         nn.Module.__init__(self)
         self.variant = variant
-        self.weight = _parameter(weight)
-        self.register_parameter("bias", None if bias is None else _parameter(bias))
+        self.weight = weight
+        self.register_parameter("bias", bias)
         self._register_index(index, weight.numel())
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -91,14 +94,14 @@ class _PermutedNorm(_Indexed):
         return f"{self.weight.numel()}, kind={self.variant.kind}, eps={self.variant.eps}, offset={self.variant.offset}"
 
 
-class PermutedRMSNorm(_PermutedNorm):
-    """An RMS norm (kind "rms" or "rms_float") that writes its output in the order of an index."""
+class PermutedRMSNorm(PermutedNorm):
+    """An RMS norm (kind "rms" or "rms_float")."""
 
 
-class PermutedLayerNorm(_PermutedNorm, nn.LayerNorm):
-    """A layer norm that writes its output in the order of an index; a subclass for ``isinstance`` tests."""
+class PermutedLayerNorm(PermutedNorm, nn.LayerNorm):  # type: ignore[misc]
+    """A layer norm; a subclass of torch's for ``isinstance`` tests."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, index: Tensor, variant: NormVariant) -> None:
         super().__init__(weight, bias, index, variant)
         self.normalized_shape, self.eps, self.elementwise_affine = tuple(weight.shape), variant.eps, True
 
@@ -176,21 +179,27 @@ class SparseLinear(GatheredLinear):
     weight_compressed: Tensor | None
     pattern: NMPattern | None = None
     _compresses = False
-    _pack: Callable[[Tensor, NMPattern], tuple[Tensor, ...]] = staticmethod(pack)
+    # buffers of the packed weight, and the functions that make them of a weight and a weight of them
+    _parts: tuple[str, ...] = ("weight_values", "weight_positions")
+    _pack: Callable[..., tuple[Tensor, ...]] = staticmethod(pack)
+    _unpack: Callable[..., Tensor] = staticmethod(unpack)
+
+    @property
+    def packed(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self._parts)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pattern is None:
             return super().forward(x)
-        dtype = self.weight_values.dtype
-        if torch.is_autocast_enabled(x.device.type) or x.dtype.itemsize < dtype.itemsize:
-            x = x.to(dtype)  # as autocast does before a dense product, and T5 in float16 before its float32 `wo`
         return self.packed_product(x, self.bias, None if self.gather is None else self.gather.index)
 
     def packed_product(self, x: Tensor, bias: Tensor | None, index: Tensor | None) -> Tensor:
         """Returns ``x[..., index] W^T + bias`` in the packed state."""
         assert self.pattern is not None
-        packed = (self.weight_values, self.weight_positions)
-        return sparse_linear(x, *packed, bias, index, self.in_features, self.pattern, self.weight_compressed)
+        dtype = self.weight_values.dtype
+        if torch.is_autocast_enabled(x.device.type) or x.dtype.itemsize < dtype.itemsize:
+            x = x.to(dtype)  # as autocast does before a dense product, and T5 in float16 before its float32 `wo`
+        return sparse_linear(x, *self.packed, bias, index, self.in_features, self.pattern, self.weight_compressed)
 
     def pack(self, pattern: NMPattern) -> Self:
         """Changes to the packed state; `unpack` restores the same weight bit for bit.
@@ -203,13 +212,14 @@ class SparseLinear(GatheredLinear):
             raise ModelError("a linear with a parametrized weight cannot be packed: remove the parametrization first")
         return self.set_packed(pattern, *self._pack(self.weight.detach(), pattern))
 
-    def set_packed(self, pattern: NMPattern, values: Tensor, positions: Tensor, *_: Tensor) -> Self:
-        """Changes to the packed state with a weight that is packed already; its content is not checked."""
+    def set_packed(self, pattern: NMPattern, *parts: Tensor) -> Self:
+        """Changes to the packed state with the parts of a weight that is packed already; they are not checked."""
+        dtype = self.weight.dtype
         del self.weight
         # An empty buffer, because models and PEFT read the weight's dtype and device.
-        self.register_buffer("weight", values.new_empty(0), persistent=False)
-        self.register_buffer("weight_values", values)
-        self.register_buffer("weight_positions", positions)
+        self.register_buffer("weight", parts[0].new_empty(0, dtype=dtype), persistent=False)
+        for name, part in zip(self._parts, parts, strict=True):
+            self.register_buffer(name, part)
         self.register_buffer("weight_compressed", None, persistent=False)
         self.pattern = pattern
         return self
@@ -227,7 +237,7 @@ class SparseLinear(GatheredLinear):
         values, device = self.weight_values, self.weight_values.device
         if not cusparselt.supports(values.dtype, self.out_features, self.in_features, device):
             return self
-        self.weight_compressed = compressed = cusparselt.compress(self._unpacked(self.pattern))
+        self.weight_compressed = compressed = cusparselt.compress(self._unpacked())
         shared = compressed[: values.numel()].view_as(values)
         if torch.equal(shared, values):
             self.weight_values = shared
@@ -237,14 +247,14 @@ class SparseLinear(GatheredLinear):
         """Changes back to the dense state, with a new Parameter; does nothing in the dense state."""
         if self.pattern is None:
             return self
-        weight = self._unpacked(self.pattern)
+        weight = self._unpacked().to(self.weight.dtype)
         for name in [*self._buffers]:
             delattr(self, name)
         self.weight, self.pattern, self._compresses = nn.Parameter(weight), None, False
         return self
 
-    def _unpacked(self, pattern: NMPattern) -> Tensor:
-        return unpack(self.weight_values, self.weight_positions, self.in_features, pattern)
+    def _unpacked(self) -> Tensor:
+        return self._unpack(*self.packed, self.in_features, self.pattern)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.pattern is None else f", packed={self.pattern}")
@@ -254,7 +264,7 @@ class SparseLinear(GatheredLinear):
 
         A cast of the compressed form itself would destroy its metadata.
         """
-        if self.pattern is None or not self._compresses:
+        if not self._compresses:
             return super()._apply(fn, recurse)
         before, compressed, self.weight_compressed = self.weight_values, self.weight_compressed, None
         super()._apply(fn, recurse)
@@ -265,7 +275,7 @@ class SparseLinear(GatheredLinear):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        if self.pattern is not None and self._compresses:
+        if self._compresses:
             self.weight_compressed = None
             self.compress()
 
@@ -278,35 +288,15 @@ class SparseLinearFp8(SparseLinear):
     """
 
     weight_scale: Tensor
+    _parts = ("weight_values", "weight_positions", "weight_scale")
     _pack = staticmethod(pack_fp8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns ``[..., out_features]`` in the dtype of ``x``."""
-        if self.pattern is None:
-            return super().forward(x)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return self.packed_product(x, bias, None if self.gather is None else self.gather.index)
+    _unpack = staticmethod(unpack_fp8)
 
     def packed_product(self, x: Tensor, bias: Tensor | None, index: Tensor | None) -> Tensor:
         """Returns ``x[..., index] W^T + bias`` in the packed state, in the dtype of ``x``."""
+        bias = None if bias is None else bias.to(x.dtype)
         assert self.pattern is not None
-        packed = (self.weight_values, self.weight_positions, self.weight_scale)
-        return sparse_linear_fp8(x, *packed, bias, index, self.in_features, self.pattern)
-
-    def set_packed(self, pattern: NMPattern, values: Tensor, positions: Tensor, *scale: Tensor) -> Self:
-        dtype = self.weight.dtype
-        super().set_packed(pattern, values, positions)
-        self.weight = values.new_empty(0, dtype=dtype)
-        self.register_buffer("weight_scale", scale[0])
-        return self
-
-    def compress(self) -> Self:
-        """Does nothing: cuSPARSELt's form has no kernel for FP8 here."""
-        return self
-
-    def _unpacked(self, pattern: NMPattern) -> Tensor:
-        packed = (self.weight_values, self.weight_positions, self.weight_scale)
-        return unpack_fp8(*packed, self.in_features, pattern).to(self.weight.dtype)
+        return sparse_linear_fp8(x, *self.packed, bias, index, self.in_features, self.pattern)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the layer; a cast leaves the bytes of the packed weight as they are."""
@@ -330,23 +320,18 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def is_permuted(module: nn.Module) -> bool:
-    gathers = isinstance(module, GatheredLinear) and module.gather is not None
-    return gathers or isinstance(module, PermutedRMSNorm | PermutedLayerNorm)
+    return isinstance(module, PermutedNorm) or (isinstance(module, GatheredLinear) and module.gather is not None)
 
 
 def is_packed(module: nn.Module) -> TypeGuard[SparseLinear]:
     return isinstance(module, SparseLinear) and module.pattern is not None
 
 
-def from_norm(module: nn.Module, variant: NormVariant, index: Tensor) -> PermutedRMSNorm | PermutedLayerNorm:
+def from_norm(module: nn.Module, variant: NormVariant, index: Tensor) -> PermutedNorm:
     """Returns the norm that computes ``module(x)[..., index]`` and shares its Parameter objects."""
     weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-    kind = PermutedLayerNorm if variant.kind == "layer" else PermutedRMSNorm
+    kind: type[PermutedNorm] = PermutedLayerNorm if variant.kind == "layer" else PermutedRMSNorm
     return kind(weight, bias, _on_device_of(weight, index), variant).train(module.training)
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
 
 
 def _on_device_of(weight: Tensor, index: Tensor) -> Tensor:
