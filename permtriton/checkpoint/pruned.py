@@ -51,6 +51,5 @@ def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, PrunedWeight]:
     """Returns each pruned parameter with its input dimension and pattern; a stack of experts is one parameter."""
     patterns: dict[str, NMPattern] = {}
     for _, name in plan.linears():
-        stack = stacked_name(model, name)
-        patterns[stack[0] if stack else f"{name}.weight"] = plan.patterns[name]
+        patterns[stacked_name(model, name) or f"{name}.weight"] = plan.patterns[name]
     return {name: PrunedWeight(input_dim(model, name), pattern) for name, pattern in patterns.items()}

@@ -136,16 +136,16 @@ def _check_stacks(model: PreTrainedModel, plan: Plan, config: CommonConfig) -> N
     patterns: dict[str, NMPattern] = {}
     for _, name in plan.linears():
         stack = stacked_name(model, name)
-        if stack and patterns.setdefault(stack[0], plan.patterns[name]) != plan.patterns[name]:
+        if stack and patterns.setdefault(stack, plan.patterns[name]) != plan.patterns[name]:
             raise ConfigError(
-                f"`pattern=` prunes {name} to {plan.patterns[name]}, and other experts that {stack[0]} holds to "
-                f"{patterns[stack[0]]}: give all of its experts one pattern"
+                f"`pattern=` prunes {name} to {plan.patterns[name]}, and other experts that {stack} holds to "
+                f"{patterns[stack]}: give all of its experts one pattern"
             )
     for name in plan.skipped:
         stack = stacked_name(model, name)
-        if stack and stack[0] in patterns:
+        if stack and stack in patterns:
             option = "targets" if plan.skipped[name] == NOT_NAMED else "ignore"
             raise ConfigError(
-                f"`{option}=` leaves {name} dense, but not all the other experts that {stack[0]} holds: prune all of "
-                f"them, or none, for example with `ignore={stack[0].rpartition('.')[0]}`"
+                f"`{option}=` leaves {name} dense, but not all the other experts that {stack} holds: prune all of "
+                f"them, or none, for example with `ignore={stack.rpartition('.')[0]}`"
             )

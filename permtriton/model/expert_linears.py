@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"  # stacked weights: with a gate or without, then down
+GATED, PLAIN, SECOND = "gate_up_proj", "up_proj", "down_proj"  # stacked weights: the first with a gate or without
 SINGLE = "weight"  # of a module that holds one linear per expert
 MARKS = ("has_gate", "has_bias", "is_transposed")  # what transformers' decorator sets on a class of experts
 PROBE_TOKENS, PROBE_TOP_K, PROBE_LARGEST = 8, 2, 30.0  # inputs so large that a clamp in the activation shows
@@ -28,9 +28,9 @@ class UnstackedExperts(nn.ModuleList):
 
     def __init__(self, stacked: nn.Module) -> None:
         self.projections = projections(stacked)
-        self.transposed = is_transposed(stacked)
+        self.is_transposed = is_transposed(stacked)
         super().__init__(
-            nn.ModuleDict({name: _linear(stacked, name, number, self.transposed) for name in self.projections})
+            nn.ModuleDict({name: _linear(stacked, name, number, self.is_transposed) for name in self.projections})
             for number in range(stacked.get_parameter(self.projections[0]).shape[0])
         )
         self._stacked: tuple[Any] = (stacked,)  # in a tuple, so that it does not become a submodule
@@ -47,32 +47,26 @@ class UnstackedExperts(nn.ModuleList):
     def restacked(self) -> nn.Module:
         """Returns the original module with the present weights of the linears; the linears keep theirs, too."""
         (stacked,) = self._stacked
-        for name, parameters in self._parts().items():
-            transposed = self.transposed and parameters[0].ndim == 2
-            parts = [parameter.detach().t() if transposed else parameter.detach() for parameter in parameters]
-            stacked.get_parameter(name).data = _stack(parts)
-        return stacked.train(self.training)
-
-    def release(self) -> None:
-        """Frees the linears' storage."""
-        for parameters in self._parts().values():
-            for parameter in parameters:
-                parameter.data = parameter.data.new_empty(0)
-
-    def _parts(self) -> dict[str, list[Tensor]]:
-        """Returns the name of each stacked parameter -> the parameters of the linears that are its parts."""
-        parts: dict[str, list[Tensor]] = {}
         for name in self.projections:
             linears = [self.linear(number, name) for number in range(len(self))]
-            parts[name] = [linear.get_parameter("weight") for linear in linears]
+            weights = [linear.weight.detach() for linear in linears]
+            stacked.get_parameter(name).data = _stack([w.t() for w in weights] if self.is_transposed else weights)
             if linears[0].bias is not None:
-                parts[bias_of(name)] = [linear.get_parameter("bias") for linear in linears]
-        return parts
+                stacked.get_parameter(bias_of(name)).data = _stack([linear.bias.detach() for linear in linears])
+        return stacked.train(self.training)
 
     def _expert(self, number: int, hidden_states: Tensor) -> Tensor:
-        first, second = self.projections
-        gated = _apply_gate(self._stacked[0], self.linear(number, first)(hidden_states))
-        return self.linear(number, second)(gated)
+        """Applies an expert's linears, and the activation and the gate as the original, which may clamp or scale."""
+        (stacked,), (first, second) = self._stacked, self.projections
+        states = self.linear(number, first)(hidden_states)
+        if first == PLAIN:
+            states = stacked.act_fn(states)
+        elif hasattr(stacked, "_apply_gate"):
+            states = stacked._apply_gate(states)
+        else:
+            gate, up = states.chunk(2, dim=-1)
+            states = stacked.act_fn(gate) * up
+        return self.linear(number, second)(states)
 
     def _random_tokens(self, count: int, generator: torch.Generator) -> Tensor:
         weight = self.linear(0, self.projections[0]).weight
@@ -193,7 +187,7 @@ def stacks(module: nn.Module) -> list[str]:
     other modules, such as recurrent gates and convolutions, are not experts.
     """
     names = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
-    usual = SECOND in names and not {*FIRST}.isdisjoint(names)
+    usual = SECOND in names and (GATED in names or PLAIN in names)
     single = names == [SINGLE] and FORMS.get(arguments_of(module)) is SortedLinears
     return names if usual or single or any(hasattr(module, mark) for mark in MARKS) else []
 
@@ -205,49 +199,50 @@ def arguments_of(module: nn.Module) -> tuple[str, ...]:
 def input_dim(model: nn.Module, parameter: str) -> int:
     """Returns which dimension of a weight is its input: the last one, unless the weight is stored transposed."""
     owner = model.get_submodule(parameter.rpartition(".")[0])
-    if isinstance(owner, UnstackedExperts):
-        return 1 if owner.transposed else 2
-    if stacks(owner):
+    if isinstance(owner, UnstackedExperts) or stacks(owner):
         return 1 if is_transposed(owner) else 2
     return 0 if isinstance(owner, Conv1D) else model.get_parameter(parameter).ndim - 1
 
 
 def projections(stacked: nn.Module) -> tuple[str, ...]:
     """Returns the names of the stacked weights in a module of experts, in the order in which they are multiplied."""
-    if hasattr(stacked, SECOND):
-        return next((name for name in FIRST if hasattr(stacked, name)), FIRST[0]), SECOND
-    return (SINGLE,)
+    if not hasattr(stacked, SECOND):
+        return (SINGLE,)
+    return (PLAIN if hasattr(stacked, PLAIN) else GATED), SECOND
 
 
 def bias_of(projection: str) -> str:
     return f"{projection}_bias"
 
 
-def is_transposed(stacked: nn.Module) -> bool:
-    """Whether a module stores its weights as ``[experts, in, out]``: as its attribute says, else if only that fits."""
-    marked = getattr(stacked, "is_transposed", None)
-    names = projections(stacked)
-    if marked is not None or len(names) == 1:
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether weights are stored as ``[experts, in, out]``: as an attribute of the module says, else if only that fits.
+
+    Args:
+        experts: stacked or unstacked.
+    """
+    marked = getattr(experts, "is_transposed", None)
+    if marked is not None or not hasattr(experts, SECOND):
         return bool(marked)
-    first, second = (stacked.get_parameter(name) for name in names)
-    return not fits(stacked, first, second) and fits(stacked, first.mT, second.mT)
+    return not fits(experts, transposed=False) and fits(experts, transposed=True)
 
 
-def fits(stacked: nn.Module, first: Tensor, second: Tensor) -> bool:
-    """Whether ``first`` is ``[experts, 2I, hidden]`` (``I`` without a gate), ``second`` ``[experts, hidden, I]``."""
-    halves = 2 if projections(stacked)[0] == "gate_up_proj" else 1
-    shape = (first.shape[0], first.shape[2], first.shape[1] // halves)
-    return first.shape[1] % halves == 0 and tuple(second.shape) == shape
+def fits(stacked: nn.Module, transposed: bool) -> bool:
+    """Whether the weights are ``[experts, 2I, hidden]`` (``I`` without a gate) and ``[experts, hidden, I]``.
+
+    Args:
+        transposed: whether the last two dimensions of both are the other way round.
+    """
+    names = projections(stacked)
+    first, second = (stacked.get_parameter(name).mT if transposed else stacked.get_parameter(name) for name in names)
+    hidden, width = second.shape[-2:]
+    return first.shape == (len(second), 2 * width if names[0] == GATED else width, hidden)
 
 
-def _apply_gate(stacked: Any, gate_up: Tensor) -> Tensor:
-    """Applies the activation and the gate as the original module does, which may clamp or scale them."""
-    if projections(stacked)[0] != "gate_up_proj":
-        return stacked.act_fn(gate_up)
-    if hasattr(stacked, "_apply_gate"):
-        return stacked._apply_gate(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return stacked.act_fn(gate) * up
+def release(module: nn.Module) -> None:
+    """Frees the storage of a module's parameters."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.new_empty(0)
 
 
 def _linear(stacked: nn.Module, name: str, number: int, transposed: bool) -> nn.Linear:

@@ -19,10 +19,8 @@ from transformers import PreTrainedModel
 from permtriton.errors import ConfigError
 from permtriton.model.checks import TOLERANCE
 from permtriton.model.expert_linears import (
-    FIRST,
     FORMS,
     SECOND,
-    SINGLE,
     BatchedExperts,
     RoutedExperts,
     SortedLinears,
@@ -32,6 +30,7 @@ from permtriton.model.expert_linears import (
     fits,
     is_transposed,
     projections,
+    release,
     stacks,
 )
 from permtriton.model.modules import replace_module
@@ -53,17 +52,13 @@ def unstack_experts(model: nn.Module) -> dict[str, str]:
         stacked_names = stacks(module)
         if not stacked_names or module is model:  # the model itself has no parent in which it could be replaced
             continue
-        problem = _unsupported(module)
-        if not problem:
-            unstacked = FORMS[arguments_of(module)](module)
-            problem = _mismatch(module, unstacked)
-        if problem:
-            reason = f"stacked experts of a {type(module).__name__}: {problem}"
+        unstacked = _unstacked(module)
+        if isinstance(unstacked, str):
+            reason = f"stacked experts of a {type(module).__name__}: {unstacked}"
             refused |= {f"{name}.{key}": reason for key in stacked_names}
-            continue
-        replace_module(model, name, unstacked)
-        for parameter in module.parameters(recurse=False):  # so that their storage is free once the linears' change
-            parameter.data = parameter.data.new_empty(0)
+        else:
+            replace_module(model, name, unstacked)
+            release(module)  # so that the storage is free as soon as the linears have another
     return refused
 
 
@@ -77,7 +72,7 @@ def restack_experts(model: nn.Module, kept: Collection[nn.Module] = ()) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, UnstackedExperts) and module not in kept:
             replace_module(model, name, module.restacked())
-            module.release()
+            release(module)
 
 
 @contextmanager
@@ -118,24 +113,17 @@ def measure_all_experts(model: nn.Module, all_measured: bool) -> None:
         module.all_measured = all_measured
 
 
-def stacked_name(model: nn.Module, linear: str) -> tuple[str, int] | None:
-    """Returns the stacked parameter that a linear is part of, and the number of its expert; None for other linears.
+def stacked_name(model: nn.Module, linear: str) -> str | None:
+    """Returns the name of the stacked parameter that a linear is part of; None for a linear of its own.
 
-    ``model.layers.0.mlp.experts.3.gate_up_proj`` is expert 3 of ``model.layers.0.mlp.experts.gate_up_proj``, whether
+    ``model.layers.0.mlp.experts.3.gate_up_proj`` is part of ``model.layers.0.mlp.experts.gate_up_proj``, whether
     ``model`` is unstacked at present or not.
     """
     path, _, projection = linear.rpartition(".")
-    owner, _, number = path.rpartition(".")
-    if projection not in (*FIRST, SECOND, SINGLE) or not number.isdecimal():
-        return None
-    try:
-        experts = model.get_submodule(owner)
-    except AttributeError:
-        return None
-    parameter = getattr(experts, projection, None)
-    if isinstance(experts, UnstackedExperts) or (isinstance(parameter, nn.Parameter) and parameter.ndim == 3):
-        return f"{owner}.{projection}", int(number)
-    return None
+    owner = path.rpartition(".")[0]
+    experts = model.get_submodule(owner)
+    is_part = isinstance(experts, UnstackedExperts) or projection in stacks(experts)
+    return f"{owner}.{projection}" if is_part else None
 
 
 def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | None:
@@ -144,50 +132,48 @@ def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | Non
     Such a linear sees only the tokens that are sent to its expert, possibly none, while all tokens pass through the
     module of the experts. Other forms of experts run in every forward pass, as other linears do.
     """
-    name = stacked_name(model, linear)
-    if name is None:
-        return None
-    owner, _, projection = name[0].rpartition(".")
-    experts = model.get_submodule(owner)
+    path, _, projection = linear.rpartition(".")
+    experts = model.get_submodule(path.rpartition(".")[0])
     return (experts, projection != SECOND) if isinstance(experts, RoutedExperts) else None
 
 
-def share_sent(model: PreTrainedModel, experts: nn.Module) -> float:
+def share_sent(model: PreTrainedModel, experts: UnstackedExperts) -> float:
     """Returns the mean share of all tokens that is sent to an expert, by the config; 1 if it does not say.
 
     If the config has one number of experts per token for each layer, their mean is taken.
     """
     text = model.config.get_text_config()
     sent = next((number for name in EXPERTS_PER_TOKEN if (number := getattr(text, name, None))), None)
-    if not sent or not isinstance(experts, nn.ModuleList) or isinstance(experts, BatchedExperts):
+    if not sent or isinstance(experts, BatchedExperts):
         return 1.0
     return (fmean(sent) if isinstance(sent, list | tuple) else sent) / len(experts)
 
 
-def _unsupported(module: nn.Module) -> str:
-    """Returns why a module with 3-D parameters cannot be unstacked; empty if it can."""
+def _unstacked(module: nn.Module) -> UnstackedExperts | str:
+    """Returns a module of linears in place of stacked experts, or why there can be none."""
     if getattr(module, "has_post_expert_norm", False):
         return "it has a norm after each expert, which is not supported"
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     names = projections(module)
     if set(tensors) not in ({*names}, {*names, *map(bias_of, names)}):
         return f"it holds {', '.join(sorted(tensors))}; supported are {' and '.join(names)} with or without biases"
-    weights = [tensors[name] for name in names]
     if len(names) == 2:
-        first, second = (weight.mT for weight in weights) if is_transposed(module) else weights
-        if not fits(module, first, second):
+        if not fits(module, is_transposed(module)):
+            shapes = " and ".join(f"{name} {list(tensors[name].shape)}" for name in names)
             return (
-                f"{names[0]} {list(weights[0].shape)} and {SECOND} {list(weights[1].shape)} do not fit together as "
-                "[experts, 2 x intermediate, hidden] and [experts, hidden, intermediate]"
+                f"{shapes} do not fit together as [experts, 2 x intermediate, hidden] and [experts, hidden, "
+                "intermediate]"
             )
         if not callable(getattr(module, "act_fn", None)) and not callable(getattr(module, "_apply_gate", None)):
             return "it has no act_fn"
-    if weights[0].dtype not in TOLERANCE or {tensor.dtype for tensor in tensors.values()} != {weights[0].dtype}:
-        return f"its weights are {' and '.join(str(weight.dtype) for weight in weights)}"
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) > 1 or not dtypes <= TOLERANCE.keys():
+        return f"its weights are {' and '.join(sorted(map(str, dtypes)))}"
     form = FORMS.get(arguments_of(module))
     if form is None or (form is SortedLinears) != (len(names) == 1):
         return f"its arguments are not {', '.join(next(iter(FORMS)))}"
-    return ""
+    unstacked = form(module)
+    return _mismatch(module, unstacked) or unstacked
 
 
 @torch.no_grad()

@@ -21,11 +21,12 @@ def shared_linears(model: nn.Module) -> Iterator[None]:
         for key, linear in parent._modules.items():
             if linear is None or type(linear) not in LINEAR_MODULES:
                 continue
-            if not (linear._forward_hooks or linear._forward_pre_hooks):
-                same = first.setdefault((type(linear), *map(id, linear._parameters.values())), linear)
-                if same is not linear:
-                    exchanged.append((parent, key, linear))
-                    parent._modules[key] = same
+            if linear._forward_hooks or linear._forward_pre_hooks:
+                continue
+            same = first.setdefault((type(linear), *map(id, linear._parameters.values())), linear)
+            if same is not linear:
+                exchanged.append((parent, key, linear))
+                parent._modules[key] = same
     try:
         yield
     finally:

@@ -143,8 +143,7 @@ def most_sensitive(
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
     names: dict[str, list[str]] = {}  # parameter, or linear -> the linears that it holds
     for name in weights:
-        stack = stacked_name(model, name)
-        names.setdefault(stack[0] if stack else name, []).append(name)
+        names.setdefault(stacked_name(model, name) or name, []).append(name)
     sizes = {parameter: sum(weights[name].numel() for name in held) for parameter, held in names.items()}
     costs = {parameter: sum(map(cost, held)) for parameter, held in names.items()}
     budget, dense = share * sum(sizes.values()), list[str]()
