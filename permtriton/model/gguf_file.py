@@ -5,7 +5,7 @@ import struct
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ SPLIT_AS_LLAMA_3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
 )  # fmt: skip
 SPLIT_DIGITS = ("smollm", "refact", "minerva-7b")  # "starcoder", too, but its class loses the split when it is reloaded
-TOKENIZER_LISTS = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 GEMMA_2_27B = 46  # its number of layers
 ANOTHER = "which makes it another model: give the model in safetensors"
 
@@ -51,7 +50,6 @@ class GgufFile:
     # tensor of divisors of the rotary frequencies -> its values; only tensors that are not all 1
     factors: Mapping[str, Sequence[float]]
     biases: frozenset[str]  # names of the biases that are not 0
-    reader: Any = field(repr=False, compare=False)  # gguf's, without the tokenizer's lists
 
     @property
     def types(self) -> dict[str, int]:
@@ -68,7 +66,7 @@ def in_words(types: Mapping[str, int]) -> str:
 def read_gguf(path: Path) -> GgufFile:
     require(path.name, "gguf", "accelerate")
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
-        file = _reader()(path)
+        file = _reader(words=False)(path)
         stored = {
             str(tensor.name): StoredTensor(path, tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))))
             for tensor in file.tensors
@@ -87,19 +85,7 @@ def read_gguf(path: Path) -> GgufFile:
         }
         biases = frozenset(str(info.name) for info in file.tensors if info.name.endswith(".bias") and info.data.any())
     check_counts(header, str(path))
-    return GgufFile(path, stored, header, factors, biases, _without_words(file))
-
-
-def _without_words(file: Any) -> Any:
-    """Removes the tokenizer's lists from gguf's reader; zeros replace the words, whose count the config needs."""
-    from gguf import GGUFValueType
-
-    for name in TOKENIZER_LISTS:
-        file.fields.pop(name, None)
-    if (words := file.fields.get("tokenizer.ggml.tokens")) is not None:
-        zeros = {"parts": [[0]], "data": [0] * len(words.data), "types": [GGUFValueType.UINT32]}
-        file.fields[words.name] = words._replace(**zeros)
-    return file
+    return GgufFile(path, stored, header, factors, biases)
 
 
 def check_config(file: GgufFile, config: Any) -> None:
@@ -224,25 +210,27 @@ def _takes_factors(config: Any, factors: Mapping[str, Sequence[float]]) -> bool:
 
 
 @contextmanager
-def read_quickly(file: GgufFile | None, *, config_only: bool = False) -> Iterator[None]:
-    """Inside the ``with`` block, transformers reads GGUF files by `_reader`; for None, it reads as always.
-
-    Args:
-        config_only: whether it reads no more than the config, from the file as it is open already.
-    """
+def read_quickly(file: GgufFile | None, *, words: bool = False) -> Iterator[None]:
+    """Inside the ``with`` block, transformers reads GGUF files by `_reader`; for None, it reads as always."""
     if file is None:
         yield
         return
     import gguf
 
-    opened = (lambda *_: file.reader) if config_only else _reader()
-    with mock.patch.object(gguf, "GGUFReader", opened):
+    with mock.patch.object(gguf, "GGUFReader", _reader(words)):
         yield
 
 
 @cache
-def _reader() -> Any:
-    """Returns gguf's reader class, changed so that it refuses truncated files and reads lists of words fast."""
+def _reader(words: bool) -> Any:
+    """Returns gguf's reader class, changed so that it refuses truncated files and reads lists fast.
+
+    Element by element, as gguf's own reader does, the 262,144 words of Gemma 3 take half a minute.
+
+    Args:
+        words: whether lists of texts are read. Otherwise zeros replace them, which transformers parses faster: only a
+            tokenizer needs its words, but a config needs their number.
+    """
     from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
@@ -253,32 +241,24 @@ def _reader() -> Any:
             return values
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            """Reads a list at once: element by element, the 262,144 words of Gemma 3 take half a minute."""
             if raw_type != GGUFValueType.ARRAY or self.byte_order == "S":
                 return super()._get_field_parts(orig_offs, raw_type)
-            kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-            start, length = orig_offs + 12, int(count[0])
-            number = self.gguf_scalar_to_np.get(GGUFValueType(kind[0]))
-            if number is not None:
+            (kind,), (length,) = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            kind, length, start = GGUFValueType(kind), int(length), orig_offs + 12
+            if (number := self.gguf_scalar_to_np.get(kind)) is not None:
                 values = np.asarray(self._get(start, number, length))
                 parts, end = list(values.reshape(-1, 1)), start + values.nbytes
-            elif kind[0] == GGUFValueType.STRING:
-                parts, end = _texts(np.asarray(self.data), start, length)
+            elif kind == GGUFValueType.STRING:
+                data, end = np.asarray(self.data), start
+                buffer, parts, zero = memoryview(data), [], np.zeros(1, np.uint32)
+                for _ in range(length):  # beyond the end of the file, this or the next read fails
+                    begin = end + 8
+                    end = begin + struct.unpack_from("=Q", buffer, end)[0]
+                    parts.append(data[begin:end] if words else zero)
+                kind = kind if words else GGUFValueType.UINT32
             else:
                 return super()._get_field_parts(orig_offs, raw_type)
-            types = [GGUFValueType.ARRAY, *([GGUFValueType(kind[0])] if length else [])]
-            return end - orig_offs, [kind, count, *parts], list(range(2, 2 + length)), types
+            types = [GGUFValueType.ARRAY, *([kind] if length else [])]
+            return end - orig_offs, parts, list(range(length)), types
 
     return Reader
-
-
-def _texts(data: Any, place: int, count: int) -> tuple[list[Any], int]:
-    """Returns the bytes of each of ``count`` texts that follow each other from byte ``place``, and where they end."""
-    buffer, texts = memoryview(data), []
-    for _ in range(count):
-        begin = place + 8
-        if begin > len(buffer) or (end := begin + struct.unpack_from("=Q", buffer, place)[0]) > len(buffer):
-            raise ValueError(f"it ends before the text at byte {place}")
-        texts.append(data[begin:end])
-        place = end
-    return texts, place

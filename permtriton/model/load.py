@@ -257,7 +257,7 @@ def config_of(source: Source) -> Any:
     elif source.folder is not None:
         problem, path = "its config.json cannot be used", source.folder / CONFIG_FILE
         check_counts(read_json(path), str(path))
-    with reading(f"{source.name}: {problem}", ModelError), read_quickly(source.gguf, config_only=True):
+    with reading(f"{source.name}: {problem}", ModelError), read_quickly(source.gguf):
         config = AutoConfig.from_pretrained(source.location, **source.loading)
         if source.gguf is not None:
             check_config(source.gguf, config)

@@ -61,7 +61,8 @@ def unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrainedTokenizerBase | None:
     try:
-        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), read_quickly(source.gguf):
+        cannot = f"{source.name}: its tokenizer cannot be loaded"
+        with reading(cannot, ModelError), read_quickly(source.gguf, words=True):
             tokenizer = AutoTokenizer.from_pretrained(source.location, **source.loading)
             _check_vocabulary(source, tokenizer)
             if source.gguf is not None:
