@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import ModelError
-from permtriton.model.beside import embeds
+from permtriton.model.copied_files import is_embedder
 from permtriton.model.core import ENCODER_STATE, check_towers, has_head, recorded_states
 from permtriton.model.forward import without_cache
 from permtriton.passes.recorded_branches import Answers, converted, samples_like
@@ -48,7 +48,7 @@ class _Probed(nn.Module):
         gradients_stay_off = mock.patch.object(torch._C, "_set_grad_enabled", return_value=None)
         with recorded_states(self.model) as states, gradients_stay_off:
             output = self.model(**arguments)
-        inner = ENCODER_STATE if has_head(self.model) and not embeds(self.model) else ""
+        inner = ENCODER_STATE if has_head(self.model) and not is_embedder(self.model) else ""
         return (*(v for name, v in output.items() if isinstance(v, Tensor) and name != inner), states[-1])
 
 
@@ -86,7 +86,7 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> tuple[fx.Gra
         _check_not_random(model, graph_module)
         if not alike:
             graph_module.meta[OTHER_VALUES] = True
-        return graph_module, range(len(exported.graph_signature.user_outputs) - 1 + embeds(model))
+        return graph_module, range(len(exported.graph_signature.user_outputs) - 1 + is_embedder(model))
     _check_runs(model, samples)
     raise ModelError(
         f"{type(model).__name__} cannot be traced: {_described(problems[0])}. permtriton needs a model that runs on "

@@ -6,7 +6,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from permtriton.errors import ModelError
-from permtriton.model.sizes import check_counts
+from permtriton.model.empty_model import check_counts
 
 
 @pytest.mark.slow

@@ -114,12 +114,6 @@ def read_record(folder: Path) -> Record:
     )
 
 
-def source_of_loaded(model: Any) -> Source | None:
-    """Returns the folder or hub name that a model was loaded from; None if it is not there any more."""
-    source = Source(str(getattr(model, "name_or_path", ""))).at_commit(getattr(model, "config", None))
-    return source if source.folder or source.revision else None
-
-
 def find_record(source: Source) -> Record | None:
     """Returns ``permtriton.json`` of a folder or hub name; None if it has none, or if a GGUF file holds the weights."""
     path = source.find(REPORT_FILE)

@@ -13,13 +13,13 @@ from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.pruned import Pruned, pruned_parameters
 from permtriton.checkpoint.quantizer import checkpoint_config
-from permtriton.checkpoint.read_record import Record, source_of_loaded
+from permtriton.checkpoint.read_record import Record
 from permtriton.checkpoint.verify import NOT_RELOADED, compare_reloaded, verify_tensors
 from permtriton.errors import ModelError, PermTritonError, first_line
-from permtriton.model.beside import beside
+from permtriton.model.copied_files import copied_files
 from permtriton.model.core import embedding_of, takes_decoder_ids
 from permtriton.model.headers import CONFIG_FILE
-from permtriton.model.source import LEGACY_TEMPLATE, PROCESSOR_FILES, Source
+from permtriton.model.source import LEGACY_TEMPLATE, PROCESSOR_FILES, Source, source_of_loaded
 from permtriton.model.tokenizer import REMADE, TOKENIZERS, tokenizer_of
 from permtriton.util.machine import peak_memory
 from permtriton.util.micro_batch import is_out_of_memory
@@ -124,14 +124,14 @@ def _correct(model: Any) -> None:
 
 
 def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
-    """Copies the files that `beside` names and that were not saved, such as licences; no links out of the folder."""
+    """Copies the files that `copied_files` names and that were not saved, such as licences; no links out of the folder."""
     saved = {name for name in (*PROCESSOR_FILES, *REMADE) if (partial / name).exists()}
     remade = {*REMADE} if saved & {*REMADE} else set[str]()
     remade |= {*PROCESSOR_FILES, LEGACY_TEMPLATE} if saved & {*PROCESSOR_FILES} else set[str]()
     read_from = getattr(tokenizer_of(tokenizer), "name_or_path", None)
     if read_from is not None and real_path(Path(read_from)) != real_path(Path(source.location)):
         remade |= {*TOKENIZERS}  # a tokenizer from elsewhere
-    for name in beside(source):
+    for name in copied_files(source):
         if name not in remade and not (partial / name).exists() and (path := source.find(name)):
             copy_file(path, path.parents[name.count("/")], partial)
 

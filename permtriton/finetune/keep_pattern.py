@@ -19,14 +19,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import TrainerCallback
 
 from permtriton.checkpoint.nm_weights import BASE_LAYER, fullest_group, recorded_in, regular_weights
-from permtriton.checkpoint.read_record import PRUNED_ELSEWHERE, Record, find_record, source_of_loaded
+from permtriton.checkpoint.read_record import PRUNED_ELSEWHERE, Record, find_record
 from permtriton.checkpoint.save import save
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, reading
-from permtriton.model.beside import fetch_beside
+from permtriton.model.copied_files import fetch_copied_files
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.prunable import check_loaded
+from permtriton.model.source import source_of_loaded
 from permtriton.util import ranks
 from permtriton.util.output_files import real_path
 from permtriton.util.permutation import moved
@@ -64,7 +65,7 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     source = source_of_loaded(inner)
     record = find_record(source) if source else None
     if source and record:
-        fetch_beside(source)  # now, and not when the trained model is saved
+        fetch_copied_files(source)  # now, and not when the trained model is saved
     check_loaded(inner)
     _refuse_untrainable(inner)
     _refuse_dense_adapters(model, inner, record)

@@ -17,8 +17,8 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from permtriton.errors import ModelError, reading
+from permtriton.model.empty_model import check_counts
 from permtriton.model.headers import StoredTensor
-from permtriton.model.sizes import check_counts
 from permtriton.util.extras import require
 from permtriton.util.progress import Progress
 

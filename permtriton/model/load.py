@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 from transformers.quantizers import AutoHfQuantizer
-from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
-from permtriton.model.beside import fetch_beside, left_out, modules_of
+from permtriton.model.copied_files import fetch_copied_files, files_left_out, module_folders
+from permtriton.model.empty_model import build_empty, check_counts, refuse_shapes
 from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, read_quickly
 from permtriton.model.headers import (
     CONFIG_FILE,
@@ -31,7 +31,6 @@ from permtriton.model.headers import (
 from permtriton.model.name import DEMO
 from permtriton.model.prunable import check_weights, compiled_already
 from permtriton.model.rehearsal import rehearse_saving
-from permtriton.model.sizes import build_empty, check_counts, refuse_shapes
 from permtriton.model.source import MODULES, Source, dtype_of, resolve_device
 from permtriton.model.tokenizer import load_processor
 from permtriton.util.extras import require
@@ -57,9 +56,9 @@ def load_original(
     tokenizer = load_processor(source, model, progress)
     if saved:
         rehearse_saving(source.name, model, tokenizer)
-        if unknown := fetch_beside(source.at_commit(model.config)):
+        if unknown := fetch_copied_files(source.at_commit(model.config)):
             progress.say(f"{', '.join(unknown)} could not be looked up on the hub: left out if the model has such")
-        if others := left_out(source):
+        if others := files_left_out(source):
             progress.say(f"not copied, as only what is no weight comes along: {listed(others)}")
     return model, tokenizer
 
@@ -101,7 +100,10 @@ def load_model(
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
-    stored = _fetched(source) if stored is None else stored
+    if stored is None:
+        stored = {}
+        with suppress(ModelError):  # the hub had to convert the weights
+            stored = read_headers(checkpoint_files(source.snapshot or Path()))
     without_place = set(info["unexpected_keys"])
     if names := _left_out(model, stored, without_place, source.name):
         progress = progress or NoProgress()
@@ -208,8 +210,7 @@ def _is_not_zero(stored: Mapping[str, StoredTensor], name: str) -> bool:
 def _is_compiled(config: Any) -> bool:
     """Whether the config says that permtriton wrote the weights; `save_pretrained` writes no permtriton.json."""
     stored = getattr(config, "quantization_config", None)
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    return bool(method == "permtriton")
+    return isinstance(stored, dict) and stored.get("quant_method") == "permtriton"
 
 
 def _stored(source: Source) -> dict[str, StoredTensor] | None:
@@ -217,14 +218,6 @@ def _stored(source: Source) -> dict[str, StoredTensor] | None:
     if source.gguf is not None:
         return source.gguf.stored
     return None if source.folder is None else read_headers(checkpoint_files(source.folder))
-
-
-def _fetched(source: Source) -> dict[str, StoredTensor]:
-    """Returns the stored tensors of a model just loaded by its hub name; none if the hub had to convert its weights."""
-    config = cached_file(source.location, CONFIG_FILE, local_files_only=True, **source.hub)
-    with suppress(ModelError):
-        return read_headers(checkpoint_files(Path(str(config)).parent))
-    return {}
 
 
 def _check_config(source: Source, config: Any) -> None:
@@ -280,10 +273,10 @@ def check_folder(source: Source) -> None:
                 f"{source.name} {problem}: give a Hugging Face model folder, a .gguf file, a hub name, or demo"
             )
         return
-    if source.holds(ADAPTER):
+    if source.find(ADAPTER):
         raise ModelError(f"{source.name} holds an adapter ({ADAPTER}): merge it into its model and save that first")
-    if not source.holds(CONFIG_FILE):
-        inside = [name for name in modules_of(source) if source.holds(f"{name}/{CONFIG_FILE}")]
+    if not source.find(CONFIG_FILE):
+        inside = [name for name in module_folders(source) if source.find(f"{name}/{CONFIG_FILE}")]
         where = f": the model that {MODULES} names is {source.name}/{inside[0]}, give that" if inside else ""
         raise ModelError(f"{source.name} holds no config.json{where or ': it is not a Hugging Face model folder'}")
 
@@ -318,9 +311,7 @@ def _remote_class(config: Any, name: str, source: Source) -> Any:
 
     for auto_class, path in getattr(config, "auto_map", {}).items():
         if auto_class.startswith("AutoM") and str(path).endswith(name):
-            remote: Any = get_class_from_dynamic_module(
-                path, source.location, revision=source.revision, token=source.token
-            )
+            remote: Any = get_class_from_dynamic_module(path, source.location, **source.hub)
             remote.register_for_auto_class(auto_class)  # so that save_pretrained saves its code, too
             return remote
     return None

@@ -1,4 +1,4 @@
-"""The names of a model: the name that is shown to others, and the name that loads it."""
+"""Names of models, and of the modules inside them."""
 
 import os
 import re
@@ -15,9 +15,8 @@ DEMO = "demo"
 def shown_name(model: str, on_hub: bool | None = None) -> str:
     """Returns the name of a model for others to read: a hub name as it is, a folder without the path to it.
 
-    A model that was made in memory is ``MODEL``.
-
     Args:
+        model: empty for a model that was made in memory, which is called ``MODEL``.
         on_hub: whether ``model`` is a hub name; None to decide by `is_hub_name`.
     """
     if model in ("", DEMO):
@@ -28,7 +27,7 @@ def shown_name(model: str, on_hub: bool | None = None) -> str:
     return f"./{name}" if name == DEMO or name.startswith("-") else name  # else it would be the demo, or an option
 
 
-def asked_name(path: str) -> str:
+def loading_name(path: str) -> str:
     """Returns the name that loads the model of a path: ``demo`` for the folder in the package, else the path."""
     return DEMO if path == str(demo.FOLDER) else path
 
@@ -43,16 +42,6 @@ def lasting_name(model: str) -> str:
     return os.path.abspath(model) if model != DEMO and os.path.exists(model) else model
 
 
-def layer_number(name: str) -> int | None:
-    """Returns the first number in a module's name, that of its layer: 3 in ``model.layers.3.mlp``; None without one."""
-    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
-
-
-def shared_parts(paths: Iterable[Sequence[str]]) -> list[str]:
-    """Returns the parts that all paths of modules begin with."""
-    return [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*paths, strict=False))]
-
-
 def is_hub_name(model: str) -> bool:
     """Whether ``model`` can only be a hub name: it has that form, and is neither a path here nor the demo."""
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)) and model != DEMO and not Path(model).exists()
@@ -63,3 +52,13 @@ def checked_token(token: str | None) -> str | None:
     if token is not None and not re.fullmatch(r"[!-~]+", token := token.strip()):
         raise ConfigError("`token=` is empty, or holds a space or a letter that no token of the hub has: check it")
     return token
+
+
+def layer_number(module: str) -> int | None:
+    """Returns the first number in a module's name, that of its layer: 3 in ``model.layers.3.mlp``; None without one."""
+    return next((int(part) for part in module.split(".") if part.isdecimal()), None)
+
+
+def shared_parts(modules: Iterable[Sequence[str]]) -> list[str]:
+    """Returns the parts with which the names of all modules begin; each name is given as its parts."""
+    return [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*modules, strict=False))]

@@ -22,10 +22,8 @@ def match_norm(module: nn.Module, channels: int) -> NormVariant | None:
             optionally a parameter ``bias`` ``[C]``, and its epsilon in an attribute whose name contains "eps".
     """
     parameters = dict(module.named_parameters())
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    if hooked or any(True for _ in module.children()) or any(True for _ in module.buffers()):
-        return None
-    if not {"weight"} <= set(parameters) <= {"weight", "bias"}:
+    inside = [*module.children(), *module.buffers(), *module._forward_hooks, *module._forward_pre_hooks]
+    if inside or not {"weight"} <= parameters.keys() <= {"weight", "bias"}:
         return None
     if any(parameter.shape != (channels,) for parameter in parameters.values()):
         return None

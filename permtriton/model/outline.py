@@ -1,18 +1,17 @@
 """Models whose weights are not on this machine, built from their config and the headers of their weights."""
 
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi
 from torch import nn
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError, reading
-from permtriton.model.headers import CONFIG_FILE, DTYPES, checkpoint_files
+from permtriton.model.empty_model import refuse_shapes
+from permtriton.model.headers import DTYPES, checkpoint_files
 from permtriton.model.load import check_folder, load_empty_model
-from permtriton.model.sizes import refuse_shapes
 from permtriton.model.source import Source, dtype_of
 from permtriton.model.tokenizer import load_processor
 
@@ -30,8 +29,7 @@ def is_here(source: Source) -> bool:
     if source.folder is not None:
         return any(file.suffix in WEIGHTS for file in source.folder.iterdir())
     with suppress(ModelError, ValueError):  # weights are missing, or the hub has no such names
-        config = try_to_load_from_cache(source.name, CONFIG_FILE, revision=source.revision)
-        return isinstance(config, str) and all(map(Path.is_file, checkpoint_files(Path(config).parent)))
+        return source.snapshot is not None and bool(checkpoint_files(source.snapshot))
     return False
 
 

@@ -116,9 +116,7 @@ def shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
 
 
 def _start_token(model: PreTrainedModel) -> int:
-    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config()):
-        for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
-            token = getattr(config, name, None)
-            if isinstance(token, int):
-                return token
-    return 0
+    configs = (getattr(model, "generation_config", None), model.config, model.config.get_text_config())
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    tokens = (getattr(config, name, None) for config in configs for name in names)
+    return next((token for token in tokens if isinstance(token, int)), 0)

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -22,10 +22,6 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 LEGACY_TEMPLATE = "chat_template.json"  # a processor's; a tokenizer's is saved with the tokenizer
 MODULES = "modules.json"  # of sentence-transformers: lists the modules that read hidden states
-LICENCES = ("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md")
-# Files that are looked for on the hub, and copied to where a model is saved.
-BESIDE = (*PROCESSOR_FILES, LEGACY_TEMPLATE, MODULES, "config_sentence_transformers.json", "sentence_bert_config.json",
-          "tokenizer.model", *LICENCES)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,11 +40,10 @@ class Source:
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("name", "dtype", "device", "gguf_file", "revision", "token"):
-            if not isinstance(value := getattr(self, name), str | None):
-                raise ConfigError(f"{name} is a {type(value).__name__}: expected text")
-        if not isinstance(self.trust_remote_code, bool):
-            raise ConfigError(f"trust_remote_code is {shown(self.trust_remote_code)}: expected True or False")
+        for part in fields(self):
+            if not isinstance(value := getattr(self, part.name), cast(type, part.type)):
+                expected = "True or False" if part.type is bool else "text"
+                raise ConfigError(f"{part.name} is {shown(value)}: expected {expected}")
         object.__setattr__(self, "token", checked_token(self.token))
 
     @cached_property
@@ -100,14 +95,22 @@ class Source:
         """The folder; None for a hub name. `Path.is_dir`, unlike `os.path.isdir`, fails on names that are too long."""
         return Path(self.location) if os.path.isdir(self.location) else None
 
-    def holds(self, file: str) -> bool:
-        """Returns whether the source is a folder that holds ``file``; False for GGUF, which needs no other file."""
-        return self.gguf is None and os.path.isfile(os.path.join(self.location, file))
+    @property
+    def snapshot(self) -> Path | None:
+        """The folder; of a hub name, the one in the hub's cache that holds its config, or None if there is none."""
+        if self.folder is not None:
+            return self.folder
+        config = try_to_load_from_cache(self.location, CONFIG_FILE, revision=self.revision)
+        return Path(config).parent if isinstance(config, str) else None
 
     def find(self, file: str) -> Path | None:
-        """Returns the path of ``file`` in the folder, or from the hub or its cache; None if there is none."""
+        """Returns the path of ``file`` in the folder, or from the hub or its cache; None if there is none.
+
+        A GGUF file needs no other file.
+        """
         if self.folder is not None:
-            return Path(self.location, file) if self.holds(file) else None
+            path = Path(self.location, file)
+            return path if self.gguf is None and os.path.isfile(path) else None
         advice = "check the name, the network, and the token (from hf auth login, or HF_TOKEN)"
         with reading(f"{self.location}: {file} cannot be fetched from the hub ({advice})", ModelError):
             path = cached_file(
@@ -133,9 +136,14 @@ class Source:
         """
         if self.gguf_file is not None or not is_hub_name(self.name):
             return self
-        path = try_to_load_from_cache(self.name, CONFIG_FILE, revision=self.revision)
-        cached = Path(path).parent.name if isinstance(path, str) else None
+        cached = self.snapshot.name if self.snapshot else None
         return replace(self, revision=getattr(config, "_commit_hash", None) or cached or self.revision)
+
+
+def source_of_loaded(model: Any) -> Source | None:
+    """Returns where a model in memory was loaded from; None if it was made in memory, or its folder is gone."""
+    source = Source(str(getattr(model, "name_or_path", ""))).at_commit(getattr(model, "config", None))
+    return source if source.folder or source.revision else None
 
 
 def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | PreTrainedModel:

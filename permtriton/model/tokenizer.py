@@ -13,9 +13,9 @@ from permtriton.model.gguf_file import complete_tokenizer, read_quickly
 from permtriton.model.source import PROCESSOR_FILES, Source
 from permtriton.util.progress import NoProgress, Progress
 
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZERS = ("tokenizer_config.json", TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-REMADE = ("tokenizer_config.json", TOKENIZER_FILE, "special_tokens_map.json", "added_tokens.json")  # by save_pretrained
+TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+# files that `save_pretrained` of a tokenizer writes
+REMADE = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def load_processor(source: Source, model: PreTrainedModel, progress: Progress | None = None) -> Any:
@@ -23,16 +23,12 @@ def load_processor(source: Source, model: PreTrainedModel, progress: Progress | 
     if model.main_input_name == "input_ids":
         return load_tokenizer(source, progress)
     problems: list[Exception] = []
-    loaders: list[Any] = [
-        transformers.AutoProcessor,
-        transformers.AutoImageProcessor,
-        transformers.AutoFeatureExtractor,
-    ]
-    if source.folder is not None and not source.holds("tokenizer_config.json"):
+    loaders = ["AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor"]
+    if source.folder is not None and not source.find("tokenizer_config.json"):
         loaders.append(loaders.pop(0))  # AutoProcessor last: it would make up an empty tokenizer
     for loader in loaders:
         try:
-            return loader.from_pretrained(source.location, **source.loading)
+            return getattr(transformers, loader).from_pretrained(source.location, **source.loading)
         except Exception as error:  # of many kinds, also if the folder has a processor of another kind
             problems.append(error)
     if _is_connection_lost(problems[0]) or any(map(source.find, PROCESSOR_FILES)):

@@ -13,7 +13,7 @@ import permtriton
 from permtriton.checkpoint.save import _correct
 from permtriton.data.samples import Samples
 from permtriton.errors import ModelError
-from permtriton.model.beside import beside, embeds, left_out
+from permtriton.model.copied_files import copied_files, files_left_out, is_embedder
 from permtriton.model.load import load_empty_model, load_model
 from permtriton.model.reference import Reference
 from permtriton.model.source import Source
@@ -51,7 +51,7 @@ def test_the_model_inside_the_folder_of_an_embedder(tmp_path):
         ModelError, match=r"holds no config\.json: the model that modules\.json names is \S*0_Transformer"
     ):
         permtriton.inspect(tmp_path)
-    assert embeds(load_empty_model(Source(str(inside))))
+    assert is_embedder(load_empty_model(Source(str(inside))))
 
 
 def test_what_is_no_weight_comes_along(tmp_path):
@@ -75,9 +75,9 @@ def test_what_is_no_weight_comes_along(tmp_path):
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key").write_text("x")
     source = Source(str(folder))
-    assert set(left_out(source)) == stays
+    assert set(files_left_out(source)) == stays
     modules = {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modules.json"}
-    assert set(beside(source)) == comes | modules | {"tokenizer.json", "tokenizer_config.json"}
+    assert set(copied_files(source)) == comes | modules | {"tokenizer.json", "tokenizer_config.json"}
 
 
 def test_files_beside_a_trained_model_are_saved(tmp_path):
@@ -101,7 +101,7 @@ def test_files_beside_a_trained_model_are_saved(tmp_path):
 def test_damaged_modules_are_passed_over(tmp_path, content):
     zoo.tiny_llama().save_pretrained(tmp_path)
     (tmp_path / "modules.json").write_text(content)
-    assert beside(Source(str(tmp_path))) == ["modules.json"]
+    assert copied_files(Source(str(tmp_path))) == ["modules.json"]
 
 
 # -- what transformers leaves out ------------------------------------------------------------------------------------

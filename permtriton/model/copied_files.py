@@ -1,0 +1,81 @@
+"""The files that are copied when a pruned model is saved: licences, code, further modules, but no weights."""
+
+import json
+from contextlib import suppress
+from fnmatch import fnmatch
+from pathlib import PurePosixPath
+
+from transformers import PreTrainedModel
+
+from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, checkpoint_files
+from permtriton.model.name import DEMO
+from permtriton.model.source import LEGACY_TEMPLATE, MODULES, PROCESSOR_FILES, Source, source_of_loaded
+from permtriton.util.output_files import real_path
+
+# Files that are looked for on the hub, which has no list of them.
+ON_HUB = (*PROCESSOR_FILES, LEGACY_TEMPLATE, MODULES, "config_sentence_transformers.json", "sentence_bert_config.json",
+          "tokenizer.model", "LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md")  # fmt: skip
+OF_A_MODULE = (CONFIG_FILE, WEIGHTS_FILE, "pytorch_model.bin")
+LARGEST = 64 * 2**20  # bytes; a larger file is not copied, unless it is in a folder that `MODULES` lists
+WRITTEN = ("README.md", CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, "generation_config.json", "permtriton*.json")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.pkl",
+           "*.np[yz]", "*.index.json", "optimizer*", "scheduler*", "trainer_state.json")  # fmt: skip
+WITH_THE_TOKENIZER = "additional_chat_templates"
+OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weights, or of copies in other formats
+
+
+def is_embedder(model: PreTrainedModel) -> bool:
+    """Whether a model was loaded from a sentence-transformers folder, whose modules read its hidden states."""
+    source = source_of_loaded(model)
+    if source is None:
+        return False
+    if source.find(MODULES):
+        return True
+    return source.folder is not None and (real_path(source.folder).parent / MODULES).is_file()
+
+
+def module_folders(source: Source) -> list[str]:
+    """Returns the subfolders that the file `MODULES` of a model lists; none if it is missing or damaged."""
+    if path := source.find(MODULES):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            named = [PurePosixPath(entry["path"]) for entry in json.loads(path.read_text(encoding="utf-8"))]
+            return [str(path) for path in named if path.parts and ".." not in path.parts and not path.is_absolute()]
+    return []
+
+
+def fetch_copied_files(source: Source) -> list[str]:
+    """Fetches the files that `copied_files` names from the hub; returns those of `ON_HUB` that it could not look up."""
+    unknown = source.fetch(ON_HUB)
+    source.fetch(copied_files(source))
+    return unknown
+
+
+def copied_files(source: Source) -> list[str]:
+    """Returns the names of the files to copy when a model is saved; on the hub, not all of them need exist.
+
+    In a folder, these are its files except weights and large ones, and all files in the subfolders of `MODULES`.
+    """
+    if source.gguf is not None or source.name == DEMO:
+        return []
+    folder, modules = source.folder, module_folders(source)
+    if folder is None:
+        return [*ON_HUB, *(f"{module}/{name}" for module in modules for name in OF_A_MODULE)]
+    small = [path.name for path in folder.iterdir() if path.is_file() and path.stat().st_size <= LARGEST]
+    stays = (".*", *WRITTEN, *WEIGHTS, *OUTDATED)
+    inside = [path for module in modules for path in (folder / module).rglob("*") if path.is_file()]
+    return sorted([*(n for n in small if not _is(n, stays)), *(str(path.relative_to(folder)) for path in inside)])
+
+
+def files_left_out(source: Source) -> list[str]:
+    """Returns the names in a model's folder that are not copied: copies of the weights, large files, subfolders."""
+    if source.gguf is not None or source.folder is None or source.name == DEMO:
+        return []
+    weights = (file.name for file in checkpoint_files(source.folder))
+    known = {WITH_THE_TOKENIZER, *weights, *(name.split("/")[0] for name in copied_files(source))}
+    others = (path for path in source.folder.iterdir() if path.name not in known)
+    names = (f"{path.name}/" if path.is_dir() else path.name for path in others)
+    return sorted(name for name in names if not _is(name, (".*", "_*", *WRITTEN)))
+
+
+def _is(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name.lower(), pattern.lower()) for pattern in patterns)
