@@ -30,8 +30,13 @@ from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model import load, outline
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.name import lasting_name, shown_name
-from permtriton.model.prunable import check_loaded, check_not_compiled, check_original
-from permtriton.model.rehearsal import check_made_by_config, rehearse_saving
+from permtriton.model.prunable import (
+    check_loaded,
+    check_made_by_config,
+    check_not_compiled,
+    check_original,
+    rehearse_saving,
+)
 from permtriton.model.shared import shared_linears
 from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan

@@ -106,7 +106,9 @@ def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrai
     """Checks that an exact step left the outputs the same, up to the tolerance of the dtype or the model's own noise.
 
     Args:
-        run: returns the outputs after the step; called again if they differ too much from those ``before`` it.
+        before: outputs before the step.
+        run: returns the outputs after it; called again if the first difference is too large.
+
     Returns:
         The largest difference relative to the largest output.
     """

@@ -1,4 +1,4 @@
-"""Checks, before a model is built, that its config has possible sizes and fits the weights beside it."""
+"""Builds models without weights; refuses configs whose sizes are impossible, or are not those of the weights."""
 
 import math
 import re

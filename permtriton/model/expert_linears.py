@@ -20,7 +20,7 @@ PROBE_TOKENS, PROBE_TOP_K, PROBE_LARGEST = 8, 2, 30.0  # inputs so large that a 
 
 
 class UnstackedExperts(nn.ModuleList):
-    """Experts as ``nn.Linear``s named ``<expert>.<projection>``. Takes the same arguments as the original module.
+    """Experts as ``nn.Linear``s named ``<expert>.<projection>``; ``forward`` has the original module's arguments.
 
     Args:
         stacked: original module. The storage of its parameters is shared, not copied.
@@ -41,7 +41,7 @@ class UnstackedExperts(nn.ModuleList):
         return linear
 
     def probe(self, generator: torch.Generator) -> tuple[Any, ...]:
-        """Returns random arguments of ``forward`` for a few tokens, to compare it with the original module's."""
+        """Returns random arguments of ``forward`` for a few tokens, on which both modules can be compared."""
         raise NotImplementedError
 
     def restacked(self) -> nn.Module:
@@ -78,7 +78,7 @@ class RoutedExperts(UnstackedExperts):
     """Experts to which a router sends tokens, with routing weights: ``gate_up_proj`` (or ``up_proj``), ``down_proj``.
 
     Attributes:
-        measuring: whether statistics are being taken, of the tokens sent to each expert, or of all if ``all_measured``.
+        measuring: whether statistics are taken at present.
         all_measured: whether every expert runs on every token while ``measuring``; this does not change the result.
         sent: number of tokens sent to each expert while ``measuring``, and at the end the number of all tokens, int64
             ``[experts + 1]``; None before the first measurement.
@@ -171,6 +171,7 @@ class SortedLinears(UnstackedExperts):
         return self._random_tokens(sum(sizes), generator), sizes
 
 
+# names of the arguments of ``forward`` -> the class that replaces a module with them
 FORMS: dict[tuple[str, ...], type[UnstackedExperts]] = {
     ("hidden_states", "top_k_index", "top_k_weights"): RoutedExperts,
     ("hidden_states", "router_indices", "routing_weights"): RoutedExperts,

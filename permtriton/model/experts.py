@@ -45,7 +45,7 @@ def unstack_experts(model: nn.Module) -> dict[str, str]:
     the meta device, where the structure alone decides. A module whose replacement does not match stays as it is.
 
     Returns:
-        Stacked parameter that stays stacked, and therefore dense -> why.
+        Name of each parameter that stays stacked, and is therefore not pruned -> the reason.
     """
     refused: dict[str, str] = {}
     for name, module in list(model.named_modules()):
@@ -138,7 +138,7 @@ def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | Non
 
 
 def share_sent(model: PreTrainedModel, experts: UnstackedExperts) -> float:
-    """Returns the mean share of all tokens that is sent to an expert, by the config; 1 if it does not say.
+    """Returns the mean share of all tokens that the config says is sent to an expert; 1 if it says nothing.
 
     If the config has one number of experts per token for each layer, their mean is taken.
     """

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file, before transformers reads and dequantizes its tensors."""
+"""Reads the headers of GGUF files, and corrects the configs and tokenizers that transformers reads from them."""
 
 import math
 import struct

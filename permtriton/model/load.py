@@ -1,10 +1,9 @@
-"""Loads models from local folders, from the Hugging Face hub, or the demo: safetensors, or GGUF."""
+"""Loads models in safetensors or GGUF: from folders, from the Hugging Face hub, or the demo."""
 
 import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -29,8 +28,7 @@ from permtriton.model.headers import (
     read_json,
 )
 from permtriton.model.name import DEMO
-from permtriton.model.prunable import check_weights, compiled_already
-from permtriton.model.rehearsal import rehearse_saving
+from permtriton.model.prunable import check_weights, compiled_already, rehearse_saving
 from permtriton.model.source import MODULES, Source, dtype_of, resolve_device
 from permtriton.model.tokenizer import load_processor
 from permtriton.util.extras import require
@@ -76,8 +74,8 @@ def load_model(
     dtype, device = dtype_of(source), resolve_device(source.device)
     config = config_of(source)
     if not allow_compiled and (_is_compiled(config) or source.find(REPORT_FILE)):
-        raise compiled_already(source)
-    stored = _stored(source)
+        raise compiled_already(source.name)
+    stored = stored_tensors(source)
     model_class = _model_class(source, config)
     if not source.trust_remote_code:  # a model's own code may fail on the meta device
         build_empty(model_class, config, stored, source.name)
@@ -100,12 +98,10 @@ def load_model(
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
-    if stored is None:
-        stored = {}
-        with suppress(ModelError):  # the hub had to convert the weights
-            stored = read_headers(checkpoint_files(source.snapshot or Path()))
+    if source.folder is None:
+        stored = stored_tensors(source)  # the weights are in the cache now
     without_place = set(info["unexpected_keys"])
-    if names := _left_out(model, stored, without_place, source.name):
+    if names := _left_out(model, stored or {}, without_place, source.name):
         progress = progress or NoProgress()
         progress.say(f"tensors that {model_class.__name__} does not use are left out: {listed(names)}")
         if unused is not None:
@@ -140,10 +136,10 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
     """
     config, stored = config_of(source), None
     with suppress(ModelError):  # no weights, or not all of them: the config is enough
-        stored = _stored(source)
+        stored = stored_tensors(source)
     if _is_compiled(config):
         if not allow_compiled:
-            raise compiled_already(source)
+            raise compiled_already(source.name)
         del config.quantization_config
     return build_empty(_model_class(source, config), config, stored, source.name)
 
@@ -213,11 +209,18 @@ def _is_compiled(config: Any) -> bool:
     return isinstance(stored, dict) and stored.get("quant_method") == "permtriton"
 
 
-def _stored(source: Source) -> dict[str, StoredTensor] | None:
-    """Returns the tensors of a checkpoint, after checking its headers and index; None for a hub name."""
+def stored_tensors(source: Source) -> dict[str, StoredTensor] | None:
+    """Returns the tensors of a checkpoint, after checking its headers and index.
+
+    None for a hub name whose weights are not in the cache, or have no format that permtriton reads.
+    """
     if source.gguf is not None:
         return source.gguf.stored
-    return None if source.folder is None else read_headers(checkpoint_files(source.folder))
+    if source.folder is not None:
+        return read_headers(checkpoint_files(source.folder))
+    with suppress(ModelError, ValueError):  # a ValueError: the hub has no such names
+        return read_headers(checkpoint_files(source.snapshot)) if source.snapshot else None
+    return None
 
 
 def _check_config(source: Source, config: Any) -> None:

@@ -35,6 +35,17 @@ def check_index(index: Tensor, channels: int, name: str) -> None:
         raise ModelError(f"{name}: the index is not a permutation: expected each of 0 to {channels - 1} exactly once")
 
 
+class _Permuting(nn.Module):
+    """A module whose weight may have an additional first dimension in a checkpoint, which marks that it permutes."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        # In `from_pretrained` the quantizer removes the dimension; a Trainer that resumes loads tensors as stored.
+        stored, weight = state_dict.get(f"{prefix}weight"), self.weight
+        if isinstance(weight, Tensor) and stored is not None and stored.shape == (1, *weight.shape):
+            state_dict[f"{prefix}weight"] = stored.squeeze(0)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 class _Indexed(nn.Module):
     """A module with an index, as a buffer ``index`` ``[C]``."""
 
@@ -66,7 +77,7 @@ class ChannelGather(_Indexed):
         return f"channels={self.index.numel()}"
 
 
-class PermutedNorm(_Indexed):
+class PermutedNorm(_Permuting, _Indexed):
     """A norm that writes its output in the order of an index.
 
     ``weight`` and ``bias``, ``[C]``, are in the order of the input. The subclasses tell its two kinds apart.
@@ -86,10 +97,6 @@ class PermutedNorm(_Indexed):
         """Returns ``norm(hidden_states)[..., index]``, with the shape of the input, ``[..., C]``."""
         return norm_permute(hidden_states, self.weight, self.bias, self.index, self.variant)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        _as_stored(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, kind={self.variant.kind}, eps={self.variant.eps}, offset={self.variant.offset}"
 
@@ -106,7 +113,7 @@ class PermutedLayerNorm(PermutedNorm, nn.LayerNorm):  # type: ignore[misc]
         self.normalized_shape, self.eps, self.elementwise_affine = tuple(weight.shape), variant.eps, True
 
 
-class GatheredLinear(nn.Linear):
+class GatheredLinear(_Permuting, nn.Linear):
     """A linear layer that may gather its input first; without a gather it does what ``nn.Linear`` does.
 
     Attributes:
@@ -140,21 +147,6 @@ class GatheredLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(as_multiplied(self, x))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        if self.gather is not None:
-            _as_stored(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _as_stored(module: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> None:
-    """Removes from ``state_dict`` the dimension that checkpoints add to the weight of a module that permutes.
-
-    In ``from_pretrained`` the quantizer removes it; a Trainer that resumes loads the tensors as they are stored.
-    """
-    stored, weight = state_dict.get(f"{prefix}weight"), module.weight
-    if isinstance(weight, Tensor) and stored is not None and stored.shape == (1, *weight.shape):
-        state_dict[f"{prefix}weight"] = stored.squeeze(0)
 
 
 def as_multiplied(linear: nn.Module, x: Tensor) -> Tensor:

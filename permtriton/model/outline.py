@@ -1,6 +1,5 @@
 """Models whose weights are not on this machine, built from their config and the headers of their weights."""
 
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError, reading
 from permtriton.model.empty_model import refuse_shapes
-from permtriton.model.headers import DTYPES, checkpoint_files
-from permtriton.model.load import check_folder, load_empty_model
+from permtriton.model.headers import DTYPES
+from permtriton.model.load import check_folder, load_empty_model, stored_tensors
 from permtriton.model.source import Source, dtype_of
 from permtriton.model.tokenizer import load_processor
 
@@ -24,13 +23,9 @@ def is_here(source: Source) -> bool:
     A folder with a config but without weights does not count: it only tells how large a model would be.
     """
     check_folder(source)
-    if source.gguf is not None:  # on the hub, a GGUF file can only be fetched whole
-        return True
-    if source.folder is not None:
+    if source.folder is not None and source.gguf is None:
         return any(file.suffix in WEIGHTS for file in source.folder.iterdir())
-    with suppress(ModelError, ValueError):  # weights are missing, or the hub has no such names
-        return source.snapshot is not None and bool(checkpoint_files(source.snapshot))
-    return False
+    return stored_tensors(source) is not None  # on the hub, a GGUF file can only be fetched whole
 
 
 def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:

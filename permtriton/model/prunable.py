@@ -1,22 +1,25 @@
-"""Which models in memory can be pruned: those with finite weights, that permtriton has not compiled already."""
+"""Refuses models in memory that cannot be pruned, or that could not be saved again, before the work begins."""
 
 import os
+from copy import deepcopy
 from itertools import pairwise
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from permtriton.errors import ModelError
+from permtriton.errors import ModelError, reading
 from permtriton.model.checks import all_finite
 from permtriton.model.core import check_towers
 from permtriton.model.headers import REPORT_FILE
 from permtriton.model.modules import is_packed, is_permuted
-from permtriton.model.source import Source
 
 
 def check_original(model: PreTrainedModel) -> None:
     """Refuses a model that is compiled, divided between devices, only compares outputs, or has unusable weights.
 
-    Of a model that transformers dequantized from GGUF, the quantization config is removed: with it, it cannot be saved.
+    The quantization config of a model that transformers dequantized from GGUF is removed, as it prevents saving.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and quantizer.quantization_config.quant_method == "gguf":
@@ -51,7 +54,7 @@ def check_original(model: PreTrainedModel) -> None:
 
 def check_not_compiled(model: PreTrainedModel) -> None:
     if model.name_or_path and os.path.isfile(os.path.join(model.name_or_path, REPORT_FILE)):
-        raise compiled_already(Source(model.name_or_path))
+        raise compiled_already(model.name_or_path)
 
 
 def check_loaded(model: PreTrainedModel) -> None:
@@ -87,5 +90,46 @@ def _check_memory(model: PreTrainedModel) -> None:
             )
 
 
-def compiled_already(source: Source) -> ModelError:
-    return ModelError(f"{source.name} has already been compiled by permtriton: pass the original model")
+def compiled_already(name: str) -> ModelError:
+    return ModelError(f"{name} has already been compiled by permtriton: pass the original model")
+
+
+def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
+    """Refuses a model that could not be saved at the end: saves all but its weights, and resolves which are tied.
+
+    transformers checks some values of configs, and whether a class declares its tied weights, only when it saves.
+    """
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    with reading(f"{name} could not be saved again", ModelError), TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict={}, is_main_process=False)
+        remove_tied_weights_from_state_dict(model.state_dict(), model)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def check_made_by_config(model: PreTrainedModel) -> None:
+    """Refuses a model whose parameters differ from those that its class makes: saved, it would load as another model.
+
+    Added modules are accepted, and saved though no class reads them; so are untied weights, which are loaded as such.
+    """
+    try:
+        with torch.device("meta"):
+            made = type(model)._from_config(deepcopy(model.config))  # _from_config changes it
+    except Exception:  # a class may read values, which meta tensors lack; the saved folder is loaded at the end
+        return
+    expected: dict[str, list[int] | None] = {name: list(weight.shape) for name, weight in made.named_parameters()}
+    for prefix, module in made.named_modules():
+        expected |= {f"{prefix}.{name}": None for name, weight in module._parameters.items() if weight is None}
+    shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    for name, shape in expected.items():
+        if shapes.get(name) != shape:
+            raise ModelError(
+                f"this {type(model).__name__} differs from what its class makes of its config, so that it could not be "
+                f"loaded again: {name} is {shapes.get(name, 'missing or tied')}, expected {shape or 'none'}: "
+                "change the config, give a model of the class that is made so, or undo what changed this one (merge "
+                "adapters, remove parametrizations, compile no module inside)"
+            )

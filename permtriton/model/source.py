@@ -48,7 +48,7 @@ class Source:
 
     @cached_property
     def gguf(self) -> GgufFile | None:
-        """The GGUF file that the model is read from, and dequantized; None where it is in safetensors."""
+        """The GGUF file from which the model is read and dequantized; None where its weights are in safetensors."""
         if self.name.endswith(SUFFIX) and not os.path.isdir(self.name) and self.gguf_file is None:
             if not os.path.isfile(self.name):
                 raise ModelError(f"{self.name} does not exist: give a GGUF file, a Hugging Face model folder or a name")
@@ -92,7 +92,8 @@ class Source:
 
     @property
     def folder(self) -> Path | None:
-        """The folder; None for a hub name. `Path.is_dir`, unlike `os.path.isdir`, fails on names that are too long."""
+        """The model's folder, or that of its GGUF file; None for a hub name."""
+        # `Path.is_dir`, unlike `os.path.isdir`, fails on names that are too long.
         return Path(self.location) if os.path.isdir(self.location) else None
 
     @property
@@ -129,10 +130,10 @@ class Source:
         return [file for file in missing if try_to_load_from_cache(self.location, file, revision=self.revision) is None]
 
     def at_commit(self, config: Any) -> "Source":
-        """Returns the source; for a hub name, ``revision`` is the commit that a model was just read from, if known.
+        """Returns the source; where it is a hub name, its revision becomes the commit that was read, if that is known.
 
         Args:
-            config: config of the model, in which some versions of transformers note the commit.
+            config: config of the model that was read, in which some versions of transformers note the commit.
         """
         if self.gguf_file is not None or not is_hub_name(self.name):
             return self
@@ -147,7 +148,7 @@ def source_of_loaded(model: Any) -> Source | None:
 
 
 def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | PreTrainedModel:
-    """Returns the `Source` that a caller named by ``model`` and ``loading``, or the model itself if it is loaded."""
+    """Returns the `Source` of a name or path, or a loaded model itself, which no option of loading may accompany."""
     if isinstance(model, str | Path):
         return Source(location_of(model), **loading)
     if not isinstance(model, PreTrainedModel):

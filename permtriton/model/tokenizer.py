@@ -43,7 +43,7 @@ def tokenizer_of(processor: Any) -> Any:
 
 @contextmanager
 def unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Restores a tokenizer's truncation and padding after the ``with`` block: a call without them resets them."""
+    """Restores a tokenizer's truncation and padding at the end of the ``with`` block, as calls may reset both."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     truncation, padding = getattr(backend, "truncation", None), getattr(backend, "padding", None)
     try:
