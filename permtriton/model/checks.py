@@ -51,10 +51,9 @@ def output_and_states(
         except Exception:  # a class without hidden states may raise any; an error of another cause is raised again here
             result = model(**arguments)
     named = {name: result[name] or () for name in STATES if isinstance(result, Mapping) and name in result}
-    tensors = {name: [state for state in states if isinstance(state, Tensor)] for name, states in named.items()}
-    tensors |= {LAST: [state for state in last[-1:] if isinstance(state, Tensor)], EMBEDDED: embedded}
+    named |= {LAST: last[-1:], EMBEDDED: embedded}
     return result[0].float().cpu(), {
-        name: [state.float().cpu() for state in states] for name, states in tensors.items()
+        name: [state.float().cpu() for state in states if isinstance(state, Tensor)] for name, states in named.items()
     }
 
 

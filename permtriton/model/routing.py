@@ -1,7 +1,7 @@
 """Sends each token to the same experts as in an earlier call, so that two mixtures of experts can be compared."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,12 +30,7 @@ class Routing:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         self._chosen = []
-
-        def record(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if _chooses(inputs):
-                self._chosen.append(inputs[1].clone())
-
-        with self._hooked(record):
+        with self._choices(lambda _module, inputs: self._chosen.append(inputs[1].clone())):
             yield
 
     @contextmanager
@@ -43,9 +38,7 @@ class Routing:
         """Replays the recorded choices inside the ``with`` block; the model must be called with the same token ids."""
         remaining = list(self._chosen)
 
-        def replay(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            if not _chooses(inputs):
-                return None
+        def replay(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             is_unstacked = isinstance(module, UnstackedExperts)
             experts = len(module) if is_unstacked else module.get_parameter(stacks(module)[0]).shape[0]
             before, now = remaining.pop(0).to(inputs[1].device), inputs[1]
@@ -58,16 +51,15 @@ class Routing:
                 )
             return (inputs[0], before, *inputs[2:])
 
-        with self._hooked(replay):
+        with self._choices(replay):
             yield
 
-    @contextmanager
-    def _hooked(self, hook: Callable[..., tuple[Tensor, ...] | None]) -> Iterator[None]:
+    def _choices(self, hook: Callable[..., Any]) -> AbstractContextManager[None]:
+        """Calls ``hook`` before experts run whose inputs are hidden states, then the numbers of the chosen experts."""
+
+        def before(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+            chooses = len(inputs) > 1 and isinstance(inputs[1], Tensor) and not inputs[1].is_floating_point()
+            return hook(module, inputs) if chooses else None
+
         modules = [module for module in self._model.modules() if isinstance(module, UnstackedExperts) or stacks(module)]
-        with hooked(module.register_forward_pre_hook(hook) for module in modules):
-            yield
-
-
-def _chooses(inputs: tuple[Any, ...]) -> bool:
-    """Whether the inputs of a module are those of experts: hidden states, then the numbers of the chosen experts."""
-    return len(inputs) > 1 and isinstance(inputs[1], Tensor) and not inputs[1].is_floating_point()
+        return hooked(module.register_forward_pre_hook(before) for module in modules)
