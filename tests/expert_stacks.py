@@ -9,9 +9,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from permtriton import NMPattern, find_plan
-from permtriton.model.experts import (
-    unstack_experts,
-)
+from permtriton.model.experts import unstack_experts
 from permtriton.passes.plan import Plan
 
 from . import zoo

@@ -211,7 +211,7 @@ def _takes_factors(config: Any, factors: Mapping[str, Sequence[float]]) -> bool:
 
 @contextmanager
 def read_quickly(file: GgufFile | None, *, words: bool = False) -> Iterator[None]:
-    """Inside the ``with`` block, transformers reads GGUF files by `_reader`; for None, it reads as always."""
+    """Makes transformers read GGUF files by `_reader` inside the ``with`` block, unless ``file`` is None."""
     if file is None:
         yield
         return
