@@ -83,13 +83,14 @@ class PermutedNorm(_Permuting, _Indexed):
     ``weight`` and ``bias``, ``[C]``, are in the order of the input. The subclasses tell its two kinds apart.
     """
 
-    bias: nn.Parameter | None
+    bias: Any
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, index: Tensor, variant: NormVariant) -> None:
         """Shares the Parameters ``weight`` and ``bias``."""
         nn.Module.__init__(self)
-        self.variant = variant
-        self.weight = weight
+        self.variant, self.weight = variant, weight
+        # as other code expects of a layer norm of torch
+        self.normalized_shape, self.eps, self.elementwise_affine = tuple(weight.shape), variant.eps, True
         self.register_parameter("bias", bias)
         self._register_index(index, weight.numel())
 
@@ -105,12 +106,8 @@ class PermutedRMSNorm(PermutedNorm):
     """An RMS norm (kind "rms" or "rms_float")."""
 
 
-class PermutedLayerNorm(PermutedNorm, nn.LayerNorm):  # type: ignore[misc]
+class PermutedLayerNorm(PermutedNorm, nn.LayerNorm):
     """A layer norm; a subclass of torch's for ``isinstance`` tests."""
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, index: Tensor, variant: NormVariant) -> None:
-        super().__init__(weight, bias, index, variant)
-        self.normalized_shape, self.eps, self.elementwise_affine = tuple(weight.shape), variant.eps, True
 
 
 class GatheredLinear(_Permuting, nn.Linear):
