@@ -101,7 +101,10 @@ def load_model(
     if source.folder is None:
         stored = stored_tensors(source)  # the weights are in the cache now
     without_place = set(info["unexpected_keys"])
-    if names := _left_out(model, stored or {}, without_place, source.name):
+    if source.gguf is not None:
+        _check_tensors(model, source.gguf, without_place)
+        model.name_or_path = source.name  # transformers sets the file's folder
+    elif names := _left_out(model, stored or {}, without_place, source.name):
         progress = progress or NoProgress()
         progress.say(f"tensors that {model_class.__name__} does not use are left out: {listed(names)}")
         if unused is not None:
@@ -109,9 +112,6 @@ def load_model(
     if hasattr(model, "ct_decompress_hook"):  # the hook runs when the model is called, but not for a submodule
         model.hf_quantizer.compressor.decompress_model(model)
     check_weights(model)
-    if source.gguf is not None:
-        _check_tensors(model, source.gguf, without_place)
-        model.name_or_path = source.name  # transformers sets the file's folder
     return model.to(device).eval()
 
 
