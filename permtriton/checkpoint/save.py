@@ -124,7 +124,7 @@ def _correct(model: Any) -> None:
 
 
 def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
-    """Copies the files that `copied_files` names and that were not saved, such as licences; no links out of the folder."""
+    """Copies the files that `copied_files` names and that were not saved; no links out of the folder."""
     saved = {name for name in (*PROCESSOR_FILES, *REMADE) if (partial / name).exists()}
     remade = {*REMADE} if saved & {*REMADE} else set[str]()
     remade |= {*PROCESSOR_FILES, LEGACY_TEMPLATE} if saved & {*PROCESSOR_FILES} else set[str]()
