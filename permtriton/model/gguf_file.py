@@ -249,8 +249,8 @@ def _reader(words: bool) -> Any:
                 values = np.asarray(self._get(start, number, length))
                 parts, end = list(values.reshape(-1, 1)), start + values.nbytes
             elif kind == GGUFValueType.STRING:
-                data, end = np.asarray(self.data), start
-                buffer, parts, zero = memoryview(data), [], np.zeros(1, np.uint32)
+                data: Any = np.asarray(self.data)
+                buffer, parts, end, zero = memoryview(data), [], start, np.zeros(1, np.uint32)
                 for _ in range(length):  # beyond the end of the file, this or the next read fails
                     begin = end + 8
                     end = begin + struct.unpack_from("=Q", buffer, end)[0]

@@ -174,7 +174,8 @@ class SparseLinear(GatheredLinear):
     _unpack: Callable[..., Tensor] = staticmethod(unpack)
 
     @property
-    def packed(self) -> tuple[Tensor, ...]:
+    def packed(self) -> Any:
+        """The buffers of the packed weight, as arguments of the kernels."""
         return tuple(getattr(self, name) for name in self._parts)
 
     def forward(self, x: Tensor) -> Tensor:
