@@ -186,10 +186,11 @@ class SparseLinear(GatheredLinear):
     def packed_product(self, x: Tensor, bias: Tensor | None, index: Tensor | None) -> Tensor:
         """Returns ``x[..., index] W^T + bias`` in the packed state."""
         assert self.pattern is not None
-        dtype = self.weight_values.dtype
-        if torch.is_autocast_enabled(x.device.type) or x.dtype.itemsize < dtype.itemsize:
-            x = x.to(dtype)  # as autocast does before a dense product, and T5 in float16 before its float32 `wo`
-        return sparse_linear(x, *self.packed, bias, index, self.in_features, self.pattern, self.weight_compressed)
+        values, positions = self.packed
+        if torch.is_autocast_enabled(x.device.type) or x.dtype.itemsize < values.dtype.itemsize:
+            x = x.to(values.dtype)  # as autocast does before a dense product, and T5 in float16 before its float32 `wo`
+        compressed = self.weight_compressed
+        return sparse_linear(x, values, positions, bias, index, self.in_features, self.pattern, compressed)
 
     def pack(self, pattern: NMPattern) -> Self:
         """Changes to the packed state; `unpack` restores the same weight bit for bit.
@@ -286,7 +287,8 @@ class SparseLinearFp8(SparseLinear):
         """Returns ``x[..., index] W^T + bias`` in the packed state, in the dtype of ``x``."""
         bias = None if bias is None else bias.to(x.dtype)
         assert self.pattern is not None
-        return sparse_linear_fp8(x, *self.packed, bias, index, self.in_features, self.pattern)
+        values, positions, scale = self.packed
+        return sparse_linear_fp8(x, values, positions, scale, bias, index, self.in_features, self.pattern)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the layer; a cast leaves the bytes of the packed weight as they are."""
