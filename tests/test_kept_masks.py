@@ -28,7 +28,7 @@ from .graphs import random_curvatures, random_importances
 from .learning import CPU, PATTERN
 
 LEARN = Options(block_size=16, batch_size=6, epochs=2, init="random")
-MASK, MASK_BACKWARD = "permtriton.nm_mask.default", "permtriton.placement.default"
+MASK, MASK_BACKWARD = "permtriton.nm_mask.default", "permtriton.placement_gradient.default"
 
 
 class Recorder:

@@ -129,7 +129,7 @@ def test_overwrite_replaces_the_whole_folder(compiled, place, earlier):
 
 def test_the_states_of_stages_go_once_the_result_is_saved(compiled, place, monkeypatch):
     deleted = []
-    states = [SimpleNamespace(delete=lambda: deleted.append(folders.files(place))) for _ in range(2)]
+    states = [SimpleNamespace(unlink=lambda **_: deleted.append(folders.files(place))) for _ in range(2)]
     monkeypatch.setattr(compiled, "states", states)
     compiled.save_pretrained(place / "out")
     assert ["out/permtriton.json" in there for there in deleted] == [True, True]
