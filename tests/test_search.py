@@ -8,13 +8,18 @@ from torch import nn
 
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.order import searched as file
+from permtriton.running.resume import StateFile
 from permtriton.util.permutation import is_permutation, moved
 
 from . import zoo
 from .expert_stacks import unstacked
-from .learning import unchanged
+from .learning import Counting, stop, unchanged
 from .runs import Order
 from .searching import Problem, planted
+
+MINE = {"weights": "mine"}  # what identifies a run
+SEQUENCES, STEP = 8, 4  # of the problem, and of a micro batch
+STEPS = SEQUENCES // STEP  # of the pass before the search, and of every round
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +102,29 @@ def test_nothing_to_search_is_a_clear_error(given):
         space.freeze("a test")
     with pytest.raises(ConfigError, match="no permutation is left to search"):
         frozen.search()
+
+
+@pytest.mark.parametrize("rounds", [1, *(pytest.param(rounds, marks=pytest.mark.slow) for rounds in (0, 3))])
+def test_an_interrupted_search_continues_to_the_same_end(given, result, tmp_path, rounds):
+    """After as many rounds as were stored."""
+    path = tmp_path / "state.safetensors"
+    progress = Counting(STEPS + 1 + rounds * STEPS + 1, stop(KeyboardInterrupt()))
+    with unchanged(given.model), pytest.raises(KeyboardInterrupt):
+        given.search(progress, StateFile(path, MINE))
+    assert path.is_file() == (rounds > 0)
+    progress = Counting()
+    continued = given.search(progress, StateFile(path, MINE))
+    left = len(result.history) - 1 - rounds
+    assert progress.steps[STEPS:] == [rounds * SEQUENCES, *[STEP] * (left * STEPS)]
+    assert continued.same(result)
+    assert len(result.history) > 4
+
+
+def test_a_finished_search_is_not_run_again(given, tmp_path):
+    state = StateFile(tmp_path / "state.safetensors", MINE)
+    whole = given.search(state=state, search_rounds=2)
+    progress = Counting()
+    again = given.search(progress, state, search_rounds=2)
+    assert progress.steps[STEPS:] == [2 * SEQUENCES]
+    assert again.same(whole)
+    assert again.history == whole.history, "to the second"

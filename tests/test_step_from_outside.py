@@ -1,6 +1,7 @@
 """Steps that permtriton does not know: in a list, and by the name of a file."""
 
 import runpy
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from permtriton.cli import main
 from permtriton.methods import Heuristic, Mask, Refit, Stage, Step, steps
 
 from . import zoo
-from .sentences import SENTENCE, trained_tokenizer
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_step.py"
 QUICK = ("--calibration", "text.txt", "--samples", "2", "--sequence-length", "16", "--eval-data", "none")
@@ -25,12 +25,9 @@ def relative() -> type[Step]:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def here(tmp_path, monkeypatch, model_folder) -> Path:
     """A folder with a tiny model and a text."""
-    tokenizer = trained_tokenizer()
-    zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text(SENTENCE * 300, encoding="utf-8")
+    shutil.copytree(model_folder.parent, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -75,7 +72,7 @@ def test_a_step_is_named_by_its_file(here, monkeypatch, capsys):
             permtriton.config_from({}, name)
     monkeypatch.setenv("COLUMNS", "200")
     words = ["--eval-data", "text.txt", "--methods", "heuristic + my_steps.py:Relative"]
-    main.app(["compare", "model", *QUICK[:-2], *words], standalone_mode=False)
+    main.app(["compare", "tiny", *QUICK[:-2], *words], standalone_mode=False)
     assert "my_steps.py:Relative" in capsys.readouterr().out
 
 
@@ -83,7 +80,7 @@ def test_a_step_is_named_by_its_file(here, monkeypatch, capsys):
 def test_compare_takes_lists_of_steps(relative, here):
     text = {"calibration": "text.txt", "samples": 2, "sequence_length": 16, "eval_data": "text.txt"}
     methods = ["magnitude", [Heuristic(), relative(power=0.5)], [relative()]]
-    report = permtriton.compare("model", methods=methods, **text)
+    report = permtriton.compare("tiny", methods=methods, **text)
     assert [row["method"] for row in report["rows"]] == [
         "dense", "magnitude", "heuristic + relative (power=0.5)", "relative"
     ]  # fmt: skip
@@ -117,5 +114,5 @@ def test_methods_has_every_step():
 
 @pytest.mark.slow
 def test_the_example_runs(here, capsys):
-    runpy.run_path(str(EXAMPLE))["main"](["model", "--data", "text.txt", "--sequence-length", "16"])
+    runpy.run_path(str(EXAMPLE))["main"](["tiny", "--data", "text.txt", "--sequence-length", "16"])
     assert "50.0% to 50.0% zeros, by heuristic,relative" in capsys.readouterr().out
