@@ -72,18 +72,18 @@ def compile(
         recipe: ``default``, ``best``, ``fast``, ``values`` or ``permllm``, or steps: their names separated by commas
             (``my_steps.py:Mine`` for one of yours), or a list of them. `permtriton.recipes` describes them.
         protocol: ``wanda`` or ``permllm`` for the calibration data of that paper: 128 sequences of 2048 or 1024 tokens
-            of ``c4``, each drawn from one document; options that are given take precedence.
+            of ``c4``, each from one document, without special tokens around it; options that are given take precedence.
         data: calibration data:
 
             - a name: ``c4`` (the default), ``wikitext2``, ``pile``, ``demo``, or that of a dataset on the hub;
             - a .txt, .jsonl or .parquet file of text, or a .safetensors file with the tensors that the model reads;
-            - a list of texts or of lists of token ids, or a ``datasets.Dataset``; they are joined, and cut into
+            - a list of texts or of lists of token ids, or a ``datasets.Dataset``; documents are joined, and cut into
               ``samples`` sequences of ``sequence_length`` tokens;
             - token ids in a tensor ``[samples, tokens]``, a dict of tensors by the names of arguments of the model's
-              ``forward``, or a ``DataLoader`` of batches of either. They are taken as they are: the first ``samples``
-              rows; without ``samples``, all rows of tensors and 128 of a DataLoader.
-        text_column: column of a ``datasets.Dataset``, a dataset on the hub or a .jsonl or .parquet file; None for
-            ``input_ids`` or ``text``.
+              ``forward``, or a ``DataLoader`` of batches of either. The first ``samples`` rows are taken unchanged;
+              without ``samples``, all rows of tensors and 128 of a DataLoader.
+        text_column: column of a ``datasets.Dataset``, a dataset on the hub or a .jsonl or .parquet file; None for the
+            first that it has of ``input_ids``, ``text``, ``messages`` and ``conversations``.
         split: name of the dataset to take from a ``DatasetDict``, or part of a dataset on the hub.
         tokenizer: tokenizer or processor of a loaded model; text needs it, and it is saved with the model.
         eval_data: held-out data, of the same kinds as ``data``, on which the dense and the compiled model are measured
@@ -102,7 +102,7 @@ def compile(
         save_format: format of ``output``, as ``format`` of `CompiledModel.save_pretrained`.
         push_to_hub: name of a repository on the hub to publish ``output`` in, such as ``me/my-model-2of4``. It is
             created before the work, so that a wrong name or token is found early.
-        private: whether that repository, where it is new, is private; None for the default of its owner.
+        private: whether a repository that is created is private; None for the default of its owner.
         overwrite: whether an earlier output may be replaced.
         restart: whether to start from scratch instead of resuming.
         shard: in processes that ``torchrun`` started, whether to spread the weights of layers over the GPUs; None does
@@ -139,7 +139,7 @@ def compile(
 
 @as_torch_starts()
 def dry_run(model: Model, **arguments: Any) -> DryRun:
-    """Returns what `compile` would do and what it would need, as ``permtriton compile --dry-run``; changes nothing.
+    """Returns what `compile` would do and need, as ``permtriton compile --dry-run`` does; writes no output.
 
     Args:
         model: as `compile` takes it.
@@ -173,7 +173,7 @@ def inspect(
     """Returns what would be pruned, and where each permutation would go, as ``permtriton inspect --json`` prints it.
 
     Args:
-        model: folder, hub name or ``demo``, of which only the config is read; or a loaded transformers model.
+        model: folder, hub name or ``demo``, of which no weights are read; or a loaded transformers model.
         trust_remote_code: whether code that comes with the model may run.
         gguf_file, revision, token: as `compile` takes them.
         options: ``sparsity``, ``pattern``, ``layout``, ``o_proj``, ``skip_indivisible``, ``targets`` and ``ignore``, as
@@ -248,13 +248,13 @@ def evaluate(
             texts, token ids or tensors in memory, as `permtriton.compile` takes them. None for ``demo`` with the demo
             model, else ``wikitext2``.
         protocol: ``wanda`` or ``permllm`` for what these papers measure: ``wikitext2`` in windows of 2048 tokens, and
-            Wanda's seven tasks or PermLLM's five; each of ``eval_data``, ``window`` and ``tasks`` takes precedence.
+            Wanda's seven tasks or PermLLM's five, without special tokens; arguments that are given take precedence.
         window: tokens per window; None for 2048, or the model's limit if that is lower.
         eval_windows: number of windows to measure, the first ones; None for all.
-        special_tokens: ``auto`` to put those special tokens around each window that the tokenizer puts around a single
-            text; ``none`` to put none. None for the protocol's value, or ``auto`` without a protocol.
-        against: the dense model, its folder or its hub name: adds its perplexity, and the KL and the cosine of both
-            models. A model given by name is loaded for this call only, and both are in memory at once.
+        special_tokens: ``auto`` for the special tokens around each window that the tokenizer puts around a single text;
+            ``none`` for none. None for the protocol's value, or ``auto`` without a protocol.
+        against: the dense model, its folder or its hub name, to measure its perplexity, and the KL and the cosine of
+            both models, too. A named model is loaded for this call only, and both are in memory at once.
         tokenizer: tokenizer or processor of a loaded model; text needs it.
         hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to those of a loaded model;
             None where they did not move. A folder's own record holds its index.
@@ -272,7 +272,8 @@ def evaluate(
         ModelError: a model cannot be loaded, or the two cannot be compared.
         CalibrationError: the text cannot be read, or a measure is not finite.
         TaskError: a task cannot be run.
-        MemoryTooSmallError: the GPU cannot hold the dense model beside the other.
+        MemoryTooSmallError: the GPU cannot hold both models, or memory runs out with one window per forward pass.
+        MissingExtraError: a package for tasks or data is not installed.
 
     Example:
         >>> import permtriton
@@ -320,14 +321,14 @@ def compare(
         eval_data, window, eval_windows, tasks, limit, tasks_dir: as `permtriton.evaluate` takes them.
         seeds: seeds of the calibration draw and of learning.
         methods: methods, recipes, steps joined by ``" + "``, or lists of steps, such as ``["wanda", [Heuristic(),
-            Mine()]]``; None for all methods.
+            Mine()]]``; None for all methods, or for the default recipe with ``ablate``.
         sparsity: N:M pattern, or several, such as ``["2:4", "4:8"]``; None for 2:4.
         ablate: name of an option; each method is run with each of ``values``.
         values: values of the option that ``ablate`` names.
         config, device, dtype, trust_remote_code, gguf_file, revision, token, progress: as `compile` takes them.
-        output: JSON file to write the report to. Finished results are kept beside it,
-            so that the same call, also with more methods, continues.
-        overwrite: whether everything is measured again, and earlier files are replaced.
+        output: JSON file to write the report to. Finished results are kept beside it, so that the same call, also with
+            more methods, continues.
+        overwrite: whether to measure everything again, and to replace earlier files.
         options: as `compile` takes them, except the recipe: each row has its own.
 
     Returns:
@@ -363,7 +364,7 @@ def export(
         folder: folder that permtriton wrote.
         output: folder to write; None for ``FOLDER-FORMAT`` in the current folder.
         format: ``packed``, ``dense`` or ``plain``: the same weights bit for bit; or ``packed-fp8`` or ``fp8``: weights
-            in 8 bits, of which pruned ones stay zero.
+            in 8 bits, in which pruned weights stay zero.
         overwrite: whether an earlier output of permtriton may be replaced.
         progress: as `compile` takes it.
 
@@ -388,7 +389,7 @@ def export(
 def adapt(
     adapter: str | Path, to: str | Path, output: str | Path | None = None, *, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Writes an adapter that was trained on the dense model for a compiled folder, as ``permtriton adapt`` does.
+    """Converts an adapter that was trained on the dense model for a compiled folder, as ``permtriton adapt`` does.
 
     A folder of layout ``portable`` has its channels in another order; the adapter is reordered to match, exactly.
 
@@ -402,7 +403,7 @@ def adapt(
         ``output``, the number of ``tensors``, and how many of them were ``reordered``.
 
     Raises:
-        PermTritonError: an adapter of another kind or model, layout ``fused``, or the output cannot be written.
+        PermTritonError: an adapter of another kind or model, layout ``fused``, or an unwritable or existing output.
     """
     source, folder = path_of("adapter", adapter), path_of("to", to)
     default = f"{real_path(source).name}-for-{real_path(folder).name}"

@@ -1,7 +1,7 @@
-"""The arguments of the public functions. One that is a flag of the command, too, has the flag's help beside it.
+"""The arguments of the public functions. An argument that is also a flag of a command has the flag's help beside it.
 
-`permtriton.cli.options` makes the flags: it puts its own words in place of a name in braces. What follows a help is for
-`typer.Option`, but for ``switch``, which is the only name of a flag that has no ``--no-``.
+`permtriton.cli.options` makes the flags: it replaces names in braces in a help by its own words. Settings after a help
+are arguments of `typer.Option`, except ``switch``: the name of a flag that has no ``--no-`` form.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class HeldOutArgs:
     def with_protocol(self, model: str) -> Self:
         """Returns these arguments with the protocol's values in place of None.
 
-        Its window applies to text that is named; samples in memory have a length of their own.
+        The protocol's window applies only to text that is named, not to data in memory.
         """
         protocol = protocol_of(self.protocol, model)
         named = isinstance(self.eval_data, str | None) and self.eval_data != "none"

@@ -22,7 +22,7 @@ LINEARS = (
     "classes"
 )
 SURPLUS = 4  # tokens of a text that are read and mixed per calibration token, so that windows sample many documents
-# Options that may change before an interrupted run continues, as when memory ran out: they only change rounding.
+# Options that may change before an interrupted run continues, for example to save memory: they only change rounding.
 ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
 OF_TEXT = ("text_column", "split", "one_document")  # options that say what to read of a text
 
@@ -156,5 +156,5 @@ class CommonConfig:
 
     @property
     def surplus(self) -> int:
-        """Sequences drawn from a text per calibration sample, that sample included, if the text has that many."""
+        """Sequences drawn from a text per calibration sample, this sample included, if the text holds so many."""
         return SURPLUS

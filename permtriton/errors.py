@@ -44,7 +44,7 @@ class TaskError(PermTritonError):
 
 
 class MissingExtraError(PermTritonError):
-    """A package that is not installed; the message says which extra has it."""
+    """A package that is not installed; the message says which extra installs it."""
 
 
 class OutputError(PermTritonError):
@@ -59,7 +59,7 @@ class VerificationError(PermTritonError):
 def reading(what: str, kind: type[PermTritonError]) -> Iterator[None]:
     """Turns what other libraries raise inside the ``with`` block, while they read what a user gave, into our own error.
 
-    For a damaged or hostile file they raise any kind, and those in Rust panic, which is not an ``Exception``. Our own
+    For a damaged or hostile file they raise any exception; a panic of Rust code is not even an ``Exception``. Our own
     errors and interruptions pass through unchanged.
 
     Args:
@@ -89,7 +89,7 @@ def first_line(error: BaseException) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a short form of a value from a file for a message."""
+    """Returns a short form of any value for a message."""
     return _SHORT.repr(value)
 
 
@@ -100,7 +100,7 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def as_flags(message: str) -> str:
-    """Returns a message with the options that it names as they are typed on the command line: ``--samples 64``."""
+    """Returns a message in which options are written as on the command line: ``--samples 64``."""
 
     def flag(match: re.Match[str]) -> str:
         name = match[1].replace("_", "-")
@@ -110,7 +110,7 @@ def as_flags(message: str) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns names of modules or parameters for a message, every one of them, but repeated layers as a range.
+    """Returns the names of modules or parameters for a message; names that differ in numbers become one with ranges.
 
     ``layers.0.mlp.up_proj`` to ``layers.9.mlp.up_proj`` become ``layers.0-9.mlp.up_proj``.
     """
@@ -129,7 +129,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def reasons_of(problems: Mapping[str, str]) -> list[str]:
-    """Returns ``NAMES: reason`` for every reason in a mapping of names to reasons, names as `listed`."""
+    """Returns ``NAMES: reason`` for every reason in a mapping of names to reasons; `listed` writes the names."""
     names: dict[str, list[str]] = {}
     for name, reason in problems.items():
         names.setdefault(reason, []).append(name)

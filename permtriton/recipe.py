@@ -1,7 +1,7 @@
 """Recipes, which are named tuples of steps, and the configs that are made from them.
 
-Values come from three places, the later ones first: the step's own defaults, the recipe, and what the user gives. The
-demo model has small settings of its own.
+Values come from the defaults of the step or config, from small settings if the model is the demo, from the recipe, and
+from the user; later ones take precedence.
 """
 
 import shlex
@@ -34,7 +34,7 @@ Part = TypeVar("Part")
 DEFAULT = "default"
 PERMLLM = "permllm"
 ALIASES = {"published": PERMLLM}
-RIA_LEARNING_RATE = 5e-3  # the paper's, of the recipe permllm
+RIA_LEARNING_RATE = 5e-3  # the paper's for RIA, in the recipe permllm
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Recipe:
     Attributes:
         steps: what runs, with the options in which the recipe differs from the steps' defaults.
         summary: its result and its cost, in one line.
-        options: values of options that are no step's, by name, in place of their defaults.
-        follows: options whose values follow from the calibration samples, by name: how, in words and as a function.
+        options: values of options that belong to no step, by name, in place of their defaults.
+        follows: name of an option whose value follows from the calibration samples -> how, in words and as a function.
     """
 
     steps: tuple[Step, ...]
@@ -128,17 +128,17 @@ def recipes() -> dict[str, dict[str, Any]]:
 
 
 def all_options(others: Iterable[Step] = ()) -> dict[str, Option]:
-    """Returns every option by name, those of ``others`` included, which may be steps of a user."""
+    """Returns every option by name, including those of ``others``, which may be steps of a user."""
     kinds = dict.fromkeys((CompileConfig, CalibrationConfig, *steps.STEPS, *map(type, others)))
     return {option.name: option for kind in kinds for option in options_of(kind)}
 
 
 def recipe_of(recipe: str | Sequence[Step]) -> Recipe:
-    """Returns a recipe; one that is not in `RECIPES` has steps alone.
+    """Returns a recipe; one that is not in `RECIPES` consists of steps alone.
 
     Args:
-        recipe: a key of `RECIPES`, names of steps separated by commas (``file.py:Class`` or ``module:Class`` for one
-            that is not installed), or the steps themselves: ours or others.
+        recipe: a key of `RECIPES`, names of steps separated by commas (``file.py:Class`` or ``module:Class`` for a
+            user's step), or the steps themselves.
     """
     if not isinstance(recipe, str):
         if not isinstance(recipe, Sequence) or not all(Step in type(step).__mro__ for step in recipe):
@@ -196,7 +196,7 @@ def config_from(
     known = all_options(steps)
     _check_names(overrides, known)
     overrides = {option: known[option].convert(value) for option, value in overrides.items()}
-    for option, value in overrides.items():  # those of steps that the recipe lacks, too
+    for option, value in overrides.items():  # also options of steps that the recipe lacks
         known[option].check(value)
     values = {**(SMALL if model == DEMO else {}), **source.options, **overrides}
     if name == PERMLLM and values.get("importance") == "ria":
@@ -228,7 +228,7 @@ def resolve(
     protocol: str | None = None,
     save_format: str | None = None,
 ) -> tuple[CompileConfig, dict[str, Any]]:
-    """Returns a compilation's config, and the options that were set for it; those of the user must have an effect."""
+    """Returns a compilation's config and its `overrides_of`; refuses ``options`` of the user that have no effect."""
     overrides = overrides_of(options, config_file, protocol, model)
     config = config_from(overrides, recipe, model, in_8_bits=save_format in IN_8_BITS)
     check_effects(options, config)
@@ -238,13 +238,13 @@ def resolve(
 def overrides_of(
     options: Mapping[str, Any], config_file: str | Path | None = None, protocol: str | None = None, model: str = ""
 ) -> dict[str, Any]:
-    """Returns options over those of a file, and these over those of a protocol."""
+    """Returns the options of a protocol, a file and the user by name; later ones take precedence."""
     of_file = read_config_file(Path(config_file)) if config_file else {}
     return {**protocol_of(protocol, model).options, **of_file, **options}
 
 
 def check_recipe(config: CompileConfig) -> None:
-    """Checks that a recipe prunes, and only once."""
+    """Refuses a recipe that does not prune, or prunes more than once."""
     pruning = [step.name for step in config.steps if step.stage is Stage.PRUNE]
     if len(pruning) == 1:
         return
@@ -274,13 +274,13 @@ def defaults(option: Option) -> str:
 
 
 def suggested(config: CompileConfig) -> dict[str, int]:
-    """Returns the options that the recipe lets follow from the calibration samples, by name."""
+    """Returns option name -> value for the options that, by the recipe, follow from the calibration samples."""
     follows = RECIPES[config.named].follows if config.named in RECIPES else {}
     return {name: value_of(config.calibration) for name, (_, value_of) in follows.items()}
 
 
 def with_suggested(config: CompileConfig, overrides: Container[str]) -> CompileConfig:
-    """Returns a config with the options that its recipe lets follow from the samples, but for ``overrides``."""
+    """Returns a config with the values that `suggested` returns, except those of ``overrides``."""
     values = {name: value for name, value in suggested(config).items() if name not in overrides}
     steps = tuple(_with(step, values) for step in config.steps)
     return replace(config, calibration=_with(config.calibration, values), steps=steps)
@@ -303,13 +303,13 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
     """Returns a ``permtriton compile`` command with the same result: the recipe, and the options in which
     the config differs from it.
 
-    Folders are named without their path, which is nobody else's: the command is run where the model and the text are.
-    Further flags are ``running``; None and False leave one out.
+    Folders are named without their path, which differs between machines: run the command where the model and text are.
+    ``running`` holds further flags; None and False leave a flag out.
     """
     name, known, values = shown_name(model), all_options(config.steps), config.to_dict()
     bare = tuple(type(step)() for step in config.steps)
     overrides: dict[str, Any] = {}
-    for _ in range(2):  # the second time for defaults that another option decides
+    for _ in range(2):  # a second time, because some defaults depend on other options
         start = config_from(overrides, config.named or bare, name, in_8_bits=config.has(Round.name)).to_dict()
         differing = (
             o for o in values if o in known and values[o] != start[o] and not no_effect_refusal(known[o], config)
@@ -333,7 +333,7 @@ def _flag(option: Option, value: Any) -> list[str]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Reads a TOML file of options: those of a step may stand in a table of its name, without its prefix.
+    """Reads a TOML file of options; a step's options may be in a table with the step's name, without their prefix.
 
     Returns values by option name, and ``recipe`` if the file names one.
     """

@@ -40,8 +40,8 @@ def calibration_samples(
         data: data in memory, as `permtriton.data.in_memory.selected` returns them; None to read what the config names.
             Texts and lists of token ids are joined and cut into sequences. Tensors are samples already, and the first
             ``samples`` rows are taken.
-        overrides: names of the options that the user set; without ``samples``, all rows of tensors are taken, but not
-            all of a DataLoader.
+        overrides: names of the options that the user set; if ``samples`` is not among them, all rows of tensors are
+            taken, but of a DataLoader only as many as the default of ``samples``.
 
     Returns:
         The samples, and the config with the name of ``data`` and the number and length of its rows.

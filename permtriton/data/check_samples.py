@@ -37,7 +37,7 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
     made = {"labels"} if divides_text(model) else set[str]()
     made |= {DECODER_IDS} if takes_decoder_ids(model) else set()
     unknown = [name for name in samples.inputs if name not in (*taken, *made)]
-    if taken and unknown:  # without names of arguments, it passes all of them on
+    if taken and unknown:  # a ``forward`` without named arguments passes all of them on
         raise CalibrationError(f"{unknown[0]} is no argument of {type(reader).__name__}: it takes {', '.join(taken)}")
     for name, values in samples.inputs.items():
         if name in OF_IDS:
@@ -66,15 +66,15 @@ def line_of_ids_without(samples: Samples, tokenizer: Processor | None) -> str:
         return ""
     name = tokenizer_of(tokenizer).convert_ids_to_tokens(special.before[0])
     return (
-        f"the token ids hold no {name}, which the tokenizer puts before a text: the model is measured without it, as "
-        "hardly anyone runs it"
+        f"the token ids hold no {name}, which the tokenizer puts before a text: the model is measured without it, "
+        "but is usually run with it"
     )
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
     """Returns how many token ids a model knows: the number of rows of its smallest embedding.
 
-    If the model names no embedding, as some models of characters or of speech, it is the config's ``vocab_size``.
+    If the model names no embedding, as some models of characters or speech do, the config's ``vocab_size`` counts.
     """
     try:
         embedding = embedding_of(model)

@@ -13,7 +13,7 @@ COLUMNS = ("input_ids", "text", "messages", "conversations")  # the last two hol
 
 @dataclass(frozen=True)
 class Pairs(Sequence[Any]):
-    """Documents that are made of two columns, each document when it is read."""
+    """Documents that are made of two columns; each document is made when it is read."""
 
     documents: Sequence[Any]
     others: Sequence[Any]
@@ -51,7 +51,7 @@ class Conversation(list[Mapping[str, Any]]):
         if not isinstance(listed, list) or not all(isinstance(schema, Mapping) for schema in listed):
             raise CalibrationError(
                 f"{place}: its tools are {shown(tools)}: expected a list of schemas, each an object, or such a list "
-                "as JSON; mend them, or remove the column"
+                "as JSON; correct them, or remove the column"
             )
         self.tools = [_without_nulls(schema) for schema in listed] or None
 
@@ -69,8 +69,8 @@ def documents_in(
     """Returns the documents of a table: texts, conversations, or token ids without their padding.
 
     Args:
-        column_of: returns the column of a name.
-        chosen: name of the column that holds the documents; empty for the first of `COLUMNS` that is there.
+        column_of: returns the column with a name.
+        chosen: name of the column that holds the documents; empty for the first of `COLUMNS` that the table has.
     """
     column = chosen or next((name for name in COLUMNS if name in names), "text")
     if column not in names:

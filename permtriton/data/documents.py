@@ -23,7 +23,7 @@ HUB_DATASETS: dict[str, dict[str, Any]] = {
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "split": "train"},
     "pile": {"path": "NeelNanda/pile-10k", "split": "train"},  # parquet; larger copies need a zstd decoder
 }
-# The same for held-out text, as the code of GPTQ, SparseGPT and Wanda takes it.
+# Arguments for held-out text: the parts that the code of GPTQ, SparseGPT and Wanda evaluates on.
 HUB_EVALUATION: dict[str, dict[str, Any]] = {
     "wikitext2": {**HUB_DATASETS["wikitext2"], "split": "test"},
     "c4": {
@@ -35,18 +35,18 @@ HUB_EVALUATION: dict[str, dict[str, Any]] = {
 # Sources whose documents papers encode as one text -> the separator; the documents of wikitext2 are lines.
 JOINED = {"wikitext2": "\n\n"}
 EVALUATION_JOINED = {**JOINED, "c4": " "}
-UTF_8 = "utf-8-sig"  # without a byte order mark
+UTF_8 = "utf-8-sig"  # drops a byte order mark
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
-Documents = Sequence[Any]  # each a text or token ids
+Documents = Sequence[Any]  # each a text, a conversation (list of messages), or token ids
 
 
 def named_documents(source: str, *, held_out: bool = False, column: str = "", split: str = "") -> Documents:
-    """Returns the documents of a text.
+    """Returns the documents of a text, each a string, a conversation, or token ids.
 
     Args:
         source: ``demo``, a key of `HUB_DATASETS` or `HUB_EVALUATION`, a dataset on the hub, or a local file.
-        held_out: whether models are measured on them; if not, models are calibrated on them.
-        column: column of a table that holds them; empty for the first of `permtriton.data.columns.COLUMNS`.
+        held_out: whether models are measured on the documents; if not, models are calibrated on them.
+        column: column of a table that holds the documents; empty for the first of `permtriton.data.columns.COLUMNS`.
         split: part of a dataset on the hub; empty for its part ``train`` or, for held-out text, ``test``.
     """
     hub, joined = (HUB_EVALUATION, EVALUATION_JOINED) if held_out else (HUB_DATASETS, JOINED)
@@ -64,8 +64,8 @@ def named_documents(source: str, *, held_out: bool = False, column: str = "", sp
             documents = documents_in(dataset.column_names, dataset.__getitem__, source, column)
             return [joined[source].join(documents)] if source in joined else documents
         path = Path(source)
-        if not os.path.isfile(source):  # Path.is_file fails on names that are too long
-            name = source if len(source) < 100 else shown(source)  # it may be a text itself
+        if not os.path.isfile(source):  # Path.is_file raises for names that are too long
+            name = source if len(source) < 100 else shown(source)  # the user may have given a text itself
             raise CalibrationError(
                 f"{name} is neither a file nor one of {', '.join(['demo', *hub])}: give one of these, "
                 "a dataset on the hub (OWNER/NAME), a local .txt, .jsonl or .parquet or, in Python, a list of texts"
@@ -105,7 +105,7 @@ def _is_dataset(source: str) -> bool:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file, which has one per line, a single one, or an array of objects or texts.
+    """Returns the objects of a JSON file: one per line, a single one, or an array of objects and texts.
 
     A text in an array, or a single text, becomes ``{"text": text}``.
     """

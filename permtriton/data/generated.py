@@ -19,7 +19,7 @@ from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.util.progress import Advance, Progress
 
-BEGINNING = 8  # ratio of a text's length to that of its beginning, which is calibration text
+BEGINNING = 8  # ratio of a text's length to the length of its beginning, which is calibration text
 KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
 AT_ONCE = 4 * 2**30  # most bytes in memory for texts that are written together; a single text may take more
 
@@ -61,8 +61,8 @@ def texts_at_once(model: PreTrainedModel, tokens: int, count: int) -> int:
 def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:
     """Returns the beginnings of all texts to write so that ``count`` are kept, int64 ``[written, first tokens]``.
 
-    They are the first ``tokens`` tokens of each sample in turn, then the next ``tokens`` of each, and so on, after the
-    special tokens that the sample begins with.
+    They are the first ``tokens`` tokens of each sample in turn, then the next ``tokens`` of each, and so on. The
+    special tokens that the sample begins with come before them.
     """
     assert samples.ids is not None, "see `generation_refusal`"
     text, before = samples.ids[:, samples.counted], samples.ids[:, : samples.counted.start]

@@ -74,7 +74,7 @@ def prepared(model: PreTrainedModel, inputs: Inputs) -> Samples:
 
 
 def held_out_windows(encoder: Encoder, sequence_length: int) -> Samples:
-    """Returns held-out text as consecutive windows, each with the special tokens that surround a text.
+    """Returns held-out text as consecutive windows, at most `EVALUATION_WINDOWS`, each with special tokens around it.
 
     Args:
         sequence_length: tokens per window; a shorter text gives one shorter window.

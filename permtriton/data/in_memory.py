@@ -28,7 +28,7 @@ KINDS = (
 
 
 def is_named(data: object) -> TypeGuard[str | Path]:
-    """Whether data are the name of a text, or a file or folder."""
+    """Whether data are the name of a text, or the path of a file or folder."""
     return isinstance(data, str | Path)
 
 
@@ -37,9 +37,9 @@ def name_of(data: object) -> str:
 
 
 def selected(data: Any, column: str | None = None, split: str | None = None) -> Any:
-    """Returns the documents of a dataset, or of one in a dictionary of datasets; other data are returned unchanged.
+    """Returns the documents of a dataset, or of one in a dictionary of datasets; returns other data unchanged.
 
-    The padding of token ids is left out.
+    Token ids of datasets lose their padding.
 
     Args:
         column: column of the dataset; None for the first of `permtriton.data.columns.COLUMNS` that it has.

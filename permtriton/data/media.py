@@ -28,7 +28,7 @@ def is_media(model: PreTrainedModel, source: str) -> bool:
 def tensors_of(data: Any, model: PreTrainedModel, most: int | None = None) -> Samples:
     """Returns samples that are made of tensors: one row of each tensor per sample.
 
-    Labels are left out, except for encoder-decoders, which read them; so is an attention mask of ones.
+    Labels are left out, except for encoder-decoders, which read them. An attention mask of ones is left out, too.
 
     Args:
         data: tensor of the model's main input (token ids, int64 ``[samples, tokens]``); tensors by the names of
@@ -62,7 +62,7 @@ def _stored(source: str, model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _of_loader(loader: DataLoader, model: PreTrainedModel, most: int | None) -> Samples:
-    """Returns the first ``most`` samples of a loader; of batches that are tuples or lists, labels follow the inputs."""
+    """Returns the first ``most`` samples of a loader, which are the first item of a batch that is a tuple or list."""
     batches = list[Samples]()
     for batch in loader:
         batches.append(tensors_of(batch[0] if isinstance(batch, list | tuple) else batch, model))

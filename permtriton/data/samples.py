@@ -22,7 +22,7 @@ class Samples:
             the model was run to find it (`permtriton.model.forward.with_tokens`).
         longest: positions per sample of the encoder's states or of the last hidden state, whichever has more; known
             when ``tokens`` is known.
-        surplus: further samples of the same text, none of which is among these; None where there are none.
+        surplus: further samples of the same text, different from these; None if there are none.
         special: the special tokens around each sequence; None if a user made the token ids.
     """
 
@@ -79,7 +79,7 @@ class Samples:
         return next(iter(self.inputs.values())).shape[0]
 
     def __getitem__(self, rows: Tensor | slice) -> "Samples":
-        """Returns the samples with these numbers, int64 ``[...]`` on any device, or those of a slice."""
+        """Returns the samples with the numbers ``rows``, int64 ``[...]`` on any device, or of a slice."""
         inputs = {
             name: tensor[rows.to(tensor.device, non_blocking=True) if isinstance(rows, Tensor) else rows]
             for name, tensor in self.inputs.items()
@@ -96,14 +96,14 @@ class Samples:
         return replace(self, inputs=inputs, surplus=None)
 
     def start(self, samples: int, tokens: int) -> "Samples":
-        """Returns the first samples; each sample of text is cut to at most ``tokens`` tokens, as by `start_of`."""
+        """Returns the first ``samples``; each sample of text is cut to at most ``tokens`` tokens, as by `start_of`."""
         first = self[:samples]
         if not self.is_text:
             return first
         return Samples({name: start_of(tensor, tokens) for name, tensor in first.inputs.items()})
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Samples":
-        """Returns the samples on a device; floating-point tensors in ``dtype``, unless that is None."""
+        """Returns the samples on a device; floating-point tensors in ``dtype`` unless it is None."""
         inputs = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in self.inputs.items()}
         return replace(self, inputs=inputs)
 

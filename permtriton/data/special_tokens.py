@@ -52,7 +52,7 @@ class SpecialTokens:
         return torch.cat([before, rows, after], 1)
 
     def bare(self, ids: Tensor) -> Tensor:
-        """Returns ids without the special tokens that the document itself begins or ends with, as a formatted chat."""
+        """Returns ids without the special tokens with which a document itself, such as a chat, begins or ends."""
         size, end = len(self.before), len(self.end)
         ids = ids[size:] if tuple(ids[:size].tolist()) == self.before else ids
         return ids[:-end] if end and tuple(ids[-end:].tolist()) == self.end else ids

@@ -1,4 +1,4 @@
-"""Encodes documents as token ids, also texts that are too long for some tokenizers."""
+"""Encodes documents as token ids, including texts that are too long for some tokenizers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Encoder:
 
     @property
     def special(self) -> SpecialTokens:
-        """As `around`. If empty, each text gets instead what its tokenizer puts around a text, and an end token."""
+        """As `around`, but empty for None. If empty, each text gets its tokenizer's special tokens and an end token."""
         return self.around or NONE
 
     def samples(self, rows: Tensor) -> Samples:
@@ -85,13 +85,13 @@ class Encoder:
         )
 
     def _text(self, text: str, *, ended: bool) -> Tensor:
-        """Returns the ids of a text, int64 ``[tokens]``; with `special` empty, also the special tokens around it.
+        """Returns the ids of a text, int64 ``[tokens]``, with special tokens around the text if `special` is empty.
 
         A text is tokenized as a whole unless `pieces` cuts it. If so, the ids of the pieces are joined, and the special
         tokens stand around all of them.
 
         Args:
-            ended: whether a text with special tokens of its own also ends with the end token.
+            ended: whether, if `special` is empty, the ids also end with the end token.
         """
         if (tokenizer := tokenizer_of(self.tokenizer)) is None:
             raise CalibrationError(
@@ -144,8 +144,8 @@ class Encoder:
 def pieces(text: str, longest_line: int = LONGEST_LINE, longest_piece: int = LONGEST_PIECE) -> Iterator[str]:
     """Yields a text in pieces, usually in a single one.
 
-    Time and memory of some tokenizers grow without limit on a long text. So a line of more than ``longest_line``
-    characters is cut before the last white space among these, where words begin, or after these if there is none. A
+    On a long text, some tokenizers take too much time and memory. So a line of more than ``longest_line`` characters is
+    cut before the last white space among its first ``longest_line`` characters, or after these if they hold none. A
     text of more than ``longest_piece`` characters is cut at line breaks. Only at the cuts can the tokens differ from
     those of the text as a whole.
     """

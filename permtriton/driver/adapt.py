@@ -1,4 +1,4 @@
-"""Puts an adapter that was trained on the dense model into the channel order of a compiled folder; this is exact."""
+"""Puts an adapter that was trained on the dense model into the channel order of a compiled folder, exactly."""
 
 import json
 from dataclasses import dataclass
@@ -86,8 +86,6 @@ def _settings(adapter: Path, to: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Order:
-    """The order of a compiled model's channels."""
-
     folds: dict[str, list[Fold]]  # name of a parameter -> its reorderings; a tied one has several names
     transposed: set[str]  # linears and embeddings whose weight is ``[in, out]``
     prefix: str  # name of the base model in the model
@@ -140,9 +138,9 @@ class _Order:
         return tensor
 
     def _of_factor(self, name: str, weight: str, kind: str, tensor: Tensor) -> list[tuple[Tensor, int]]:
-        """Returns the reorderings of a tensor beside a weight, each an index and a dimension: at most one.
+        """Returns the reordering of a tensor beside a weight, as a list of at most one index and its dimension.
 
-        It is that of the channels that a linear reads, or of those that a linear or an embedding writes.
+        A tensor of kind ``lora_A`` takes the order in which the weight reads channels; others, that in which it writes.
         """
         stored, reads = self._stored(name, weight), kind == "lora_A"
         dim = int(reads != (stored.removesuffix(".weight") in self.transposed))
@@ -157,12 +155,13 @@ class _Order:
             return [] if self.hidden is None else [(self.hidden, 1)]
         if tensor.ndim > 2:
             raise ModelError(
-                f"the adapter's {name} is a whole stack of weights, which cannot be reordered: train it anew"
+                f"the adapter's {name} is a whole stack of weights, which cannot be reordered: train it on the "
+                "compiled folder"
             )
         return [(fold.index, fold.dim) for fold in self.folds[self._stored(name, path)]]
 
     def _stored(self, name: str, parameter: str) -> str:
-        """Returns the name that the model has for a parameter of the adapter's."""
+        """Returns the model's name of a parameter that the adapter calls ``parameter``; an error says ``name``."""
         stored = resolve_name(parameter, self.folds, self.prefix)
         if stored is None:
             raise ModelError(f"the adapter's {name} has no place in this model: it belongs to another one")

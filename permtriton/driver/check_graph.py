@@ -15,7 +15,7 @@ def check_graph(graph: fx.GraphModule, model: PreTrainedModel, samples: Samples,
     """Checks that a graph and its model give the same outputs on the first sample.
 
     Returns:
-        Why they need not, so that they were not compared; empty if they were.
+        Why the outputs were not compared; empty if they were.
     """
     if OTHER_VALUES in graph.meta:
         return "not compared: the graph takes all rows where the model selects some by their values"

@@ -21,15 +21,15 @@ from permtriton.util import ranks
 from permtriton.util.machine import available_memory, format_bytes
 from permtriton.util.progress import Progress
 
-META = torch.device("meta")  # where a model is whose weights were not fetched
+META = torch.device("meta")  # device of a model whose weights were not fetched
 PREFERENCE = (DevicePlacement.WHOLE, DevicePlacement.SPREAD, DevicePlacement.ONLOADED)
 
 
 def place(start: Planned, device: torch.device, devices: Devices) -> tuple[Planned, MemoryEstimate, Devices]:
     """Decides how the model is placed on ``devices``, and whether activations are recomputed.
 
-    A model whose weights are here moves to ``device`` if the device holds it whole. If a GPU cannot hold the whole
-    model, no text is generated.
+    A model whose weights are on this machine moves to ``device`` if the device holds it whole. If a GPU cannot hold the
+    whole model, no text is generated.
     """
     memory = choose(start, devices)
     onloads = memory.placement is DevicePlacement.ONLOADED
@@ -65,7 +65,7 @@ def choose(start: Planned, devices: Devices) -> MemoryEstimate:
 def first_fitting(start: Planned, devices: Devices, *, recomputes: bool = False) -> MemoryEstimate:
     """Returns the estimate for the first allowed and possible placement whose memory is enough.
 
-    If no memory is enough, it is for the first placement other than whole, or for whole if there is no other.
+    If none fits, returns the estimate for the first placement other than whole, or for whole if there is no other.
     """
     allowed = devices.placements
     if len(allowed) > 1:

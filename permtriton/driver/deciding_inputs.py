@@ -1,4 +1,4 @@
-"""The inputs that decide the result of a run: an interrupted run continues only from states with the same ones."""
+"""The inputs that decide the result of a run: an interrupted run continues only from states with equal inputs."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from permtriton.util.machine import device_name, versions
 
 
 def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
-    """Returns what decides every result but the options and the text, as JSON values."""
+    """Returns all inputs that decide a result, but for the options and the text, as JSON values."""
     machine = device_name(device)
     if ranks.count() > 1:  # sums over ranks are rounded in another order, too
         machine = f"{ranks.count()} ranks, each on {machine}"
@@ -30,7 +30,7 @@ def text_hash(config: CompileConfig, samples: Samples) -> str:
 
 
 def check_states(start: Planned, device: torch.device) -> None:
-    """Notes in the workspace what decides the result, and refuses states of another run before any work is done."""
+    """Stores the deciding inputs in the workspace, and refuses states of another run before any work is done."""
     workspace, config = start.workspace, start.config
     if workspace.resume_path is None:
         return

@@ -32,8 +32,8 @@ from permtriton.util.machine import format_bytes
 
 PROBE_TOKENS = 512  # most tokens of the pass that is timed
 WRITING = 4  # time to write a text, in forward passes over a sample; measured on SmolLM2
-# Assumed speed of a GPU that is not here: float32 products without tensor cores (two thirds of an H100's) and copies
-# from host memory.
+# Assumed speed of a GPU on which no pass is timed: float32 products without tensor cores (two thirds of an H100's), and
+# copies from host memory.
 PRODUCTS, LINK = 40e12, 20e9  # operations and bytes per second
 ASSUMED = "if a GPU does 40 TFLOP/s and reads 20 GB/s from host memory: assumed, not measured"
 SMALL_FILES = 1 << 24  # bytes of tokenizer, configs and report
@@ -73,8 +73,8 @@ def make_forecast(
     """Returns what a compilation needs; the model is unchanged afterwards.
 
     Args:
-        timed: whether to estimate the time, if the memory is enough: from a run on a short sequence if the model is
-            whole on such a device, else, for a GPU, from assumed speeds.
+        timed: whether to estimate the time, if the memory is enough: from a pass over a short sequence if the model is
+            whole on a device of this kind, else, for a GPU, from assumed speeds.
     """
     refused = refusal(memory, devices, start.config, start.sizes)
     forward, assumed = None, ""
@@ -154,7 +154,7 @@ def measured_pass(start: Planned) -> float:
 
 
 def assumed_pass(start: Planned, memory: MemoryEstimate, devices: Devices) -> float:
-    """Returns the seconds of such a pass on GPUs that are not here, at the speeds that are assumed for them."""
+    """Returns the seconds of a forward pass over the calibration samples on GPUs, at `PRODUCTS` and `LINK`."""
     sizes = start.sizes
     weights = sizes.model / sizes.element
     if not start.config.calibration.calibrate_all_experts:

@@ -91,7 +91,7 @@ class Job:
     config: CompileConfig  # every option
     # names of options that the user, a file or a protocol set; defaults of the others may depend on the model
     overrides: Collection[str]
-    args: CompileArgs  # all other arguments; its ``data`` are None or in memory
+    args: CompileArgs  # all other arguments; ``args.data`` is None or data in memory
 
     def __post_init__(self) -> None:
         if self.args.tokenizer is not None and not hasattr(self.args.tokenizer, "save_pretrained"):
@@ -137,7 +137,7 @@ class Job:
 
     @contextmanager
     def claimed(self, progress: Progress) -> Iterator[None]:
-        """Locks the output against other processes inside the context; only the first rank holds the lock."""
+        """Locks the output inside the context, and deletes states on a restart; only the first rank does both."""
         if self.output is None or ranks.number():
             yield
             return

@@ -24,7 +24,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any]) ->
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
     Args:
-        comparison: how the pruned model was compared with the lowered graph.
+        comparison: what `permtriton.driver.pipeline.prove` returned.
         evaluation: measure, with its values for the dense and the compiled model; empty if nothing was measured.
     """
     model, config, plan, indices = run.model, run.config, run.plan, run.indices

@@ -40,7 +40,7 @@ class Devices:
 
     @classmethod
     def of(cls, device: torch.device, placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)) -> "Devices":
-        """Returns the devices of this process and of the others like it."""
+        """Returns the devices of all ranks, assuming that each has as much free memory as this one's."""
         free, host = available_memory(device), available_memory(torch.device("cpu")) // ranks.count_here()
         return cls(device.type, ranks.count(), host if device.type == "cpu" else free, placements, host)
 
@@ -51,7 +51,7 @@ def estimate(
     """Estimates the memory of a compilation; ``recomputes``: whether backward passes recompute activations."""
     sizes = replace(start.sizes, checkpointing=start.sizes.checkpointing or recomputes)
     program, held, model, layers = 0, 0, sizes.model, start.layer_bytes
-    two_layers = model + 2 * max(layers, default=0) - sum(layers)  # in place of all: one and the next, or its copy
+    two_layers = model + 2 * max(layers, default=0) - sum(layers)  # in place of all: one, and the next or a copy
     if placement is DevicePlacement.ONLOADED:
         phases = _phases(start, replace(sizes, checkpointing=True), rounds=False)  # layers run again in backward passes
         del phases[RELOADING]
@@ -126,9 +126,9 @@ def _phases(start: Planned, sizes: ModelSizes, *, rounds: bool = True) -> dict[s
 
 
 def refusal(needs: MemoryEstimate, devices: Devices, config: CompileConfig, sizes: ModelSizes) -> str:
-    """Returns why a compilation cannot run: it needs more memory, in addition to what it holds already, than is free.
+    """Returns why the memory is too small for a compilation; empty if it is not.
 
-    The text names the largest stage and the options to change; it is empty if the memory is enough.
+    Memory that the process holds already is not needed again. The text names the largest stage and options to change.
     """
     savers = {step.name: f"`{step.saves_memory}`" for step in config.steps if step.saves_memory}
     if needs.placement is DevicePlacement.ONLOADED and devices.host is not None:

@@ -90,7 +90,7 @@ def prepare(inputs: CompileInputs) -> Run:
 
 
 def begin(inputs: CompileInputs, devices: Devices | None = None) -> tuple[Planned, Forecast]:
-    """Returns the planned model and the forecast of its compilation; a dry run ends after that.
+    """Returns the planned model and the forecast of its compilation.
 
     Without ``devices``, the forecast is for ``inputs.device``, to which the model moves if it fits there.
     """

@@ -59,8 +59,8 @@ class CompiledModel(Pruned):
             eval_data: held-out text or samples, as `permtriton.evaluate` takes them.
             against: True for the dense model that was compiled, where there is a text to compare on; False for none;
                 or a model, folder or hub name.
-            options: further arguments of `permtriton.evaluate`: text_column, split, tasks, limit, tasks_dir, batch_size
-                and progress; special_tokens is by default what the model was compiled with.
+            options: further arguments of `permtriton.evaluate`, such as ``tasks`` and ``window``; without a protocol,
+                ``special_tokens`` is by default what the model was compiled with.
 
         Raises:
             PermTritonError: as `permtriton.evaluate`.
@@ -94,7 +94,7 @@ class CompiledModel(Pruned):
                 the groups of N:M are consecutive.
 
         Raises:
-            ConfigError: there is no such linear.
+            ConfigError: there is no such linear, or ``order`` has another value.
 
         Example:
             >>> compiled.mask("model.layers.0.mlp.down_proj")[:2, :4]
@@ -161,7 +161,7 @@ class CompiledModel(Pruned):
         token: str | None = None,
         message: str | None = None,
     ) -> str:
-        """Saves the model to a temporary folder, verified as `save_pretrained` does, and uploads it to the hub.
+        """Saves the model to a temporary folder, which `save_pretrained` verifies, and uploads the folder to the hub.
 
         Weights of an earlier upload are deleted there; other files stay.
 

@@ -55,11 +55,11 @@ def compare(
     Args:
         model: name of the dense model.
         user_options: options of a compilation that the user set, by name.
-        show: called with the report; without an output, the file of finished results is deleted only after that.
+        show: called with the report; without an output, the file of finished results is deleted after this call.
     """
     source, seeds = Source(model, **args.loading), _seeds(args.seeds)
     args = replace(args, ablate=args.ablate and args.ablate.replace("-", "_"))
-    # Reads the options of the protocol, which `with_protocol` then replaces by its values.
+    # `_rows` reads the options of the protocol, so it runs before `with_protocol`, which removes the protocol.
     options, rows_with = _rows(model, args, user_options)
     args = replace(args, eval_data=selected(args.eval_data)).with_protocol(model)
     output = None if args.output is None else Path(args.output)
@@ -148,7 +148,7 @@ def _seeds(words: Any) -> list[int]:
 
 
 def _parts(words: Any, name: str) -> list[Any]:
-    """Returns the items of a list, or the words of a text that separates them by commas; refuses an empty word."""
+    """Returns the items of a list, or the words of a string, which commas separate; refuses an empty word."""
     parts = words.split(",") if isinstance(words, str) else words
     parts = [] if parts is None else list(parts) if isinstance(parts, Iterable) else [parts]
     parts = [part.strip() if isinstance(part, str) else part for part in parts]
@@ -159,7 +159,7 @@ def _parts(words: Any, name: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The dense model, of which each row is a compiled copy, and what every model is measured by."""
+    """The dense model, of which each row compiles a copy, and the samples and tasks that measure every model."""
 
     dense: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None  # which calibration texts and tasks need
@@ -168,7 +168,7 @@ class Benchmark:
     progress: Progress
 
     def identity(self, tasks: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the inputs that decide every result, as JSON values; ``tasks`` are part of them."""
+        """Returns the inputs that decide every result, as JSON values; ``tasks`` is the part of `task_identity`."""
         present = run_identity(self.dense, self.dense.device)
         return {
             "held-out text": self.held_out.sha256,
@@ -218,7 +218,7 @@ def _results(
     draws: dict[Any, Samples] = {}
     runs: list[tuple[dict[str, Any], dict[str, Callable[[], Measured]]]]
     runs = [(DENSE_ENTRIES, {kept.key(): benchmark.measured})]
-    # All texts are read before the first compilation, so that one that cannot be read costs no work.
+    # All texts are read before the first compilation, so that an unreadable text costs no work.
     for row_config in configs:
         entries, measures = row_config.entries, dict[str, Callable[[], Measured]]()
         options = {name: value for name, value in entries["config"].items() if name not in ROUNDING_ONLY}

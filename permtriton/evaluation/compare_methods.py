@@ -87,8 +87,8 @@ def settings_of(method: Method) -> dict[str, Any]:
     """Returns the options that a method sets.
 
     Args:
-        method: key of `KNOWN`; or a list of the steps of a recipe; or their names (as `permtriton.recipe.recipe_of`
-            takes them), joined by `JOINED` and, for layout fused, followed by `FUSED`.
+        method: key of `KNOWN`; a list of steps; or names of steps, as `permtriton.recipe.recipe_of` takes them, joined
+            by `JOINED` and, for layout fused, followed by `FUSED`.
     """
     if not isinstance(method, str):
         return {"importance": "auto", "recipe": method, "layout": "portable"}
@@ -128,8 +128,8 @@ def row_configs(
     """Returns the rows: every method with every pattern and, in an ablation, with every value of one option.
 
     Args:
-        options: values by option name; where a method sets an option, the method's value is taken instead.
-        methods: methods, as `settings_of` takes them; none means those of `METHODS`, and in an ablation the default
+        options: values by option name; the values that a method sets take precedence.
+        methods: methods, as `settings_of` takes them; if empty, those of `METHODS` or, in an ablation, the default
             recipe.
         ablate: name of the option of an ablation; its ``values`` take precedence over what a method sets.
     """

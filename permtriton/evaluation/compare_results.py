@@ -24,7 +24,7 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Distances):
-    """What was measured of one row with one seed."""
+    """The measurements of one row with one seed."""
 
     perplexity: float | None  # held-out perplexity; None for encoders
     cosine: float  # never None, because a comparison always has a dense model
@@ -40,10 +40,10 @@ class Measured(Distances):
 
 @dataclass
 class ResultFile:
-    """The results so far, in memory and in a file, so that an interrupted comparison continues."""
+    """The finished results, in memory and in a file, from which an interrupted comparison continues."""
 
     path: Path  # JSON file, written after every result
-    identity: Mapping[str, Any]  # what decides every result, by name; values that JSON can hold
+    identity: Mapping[str, Any]  # the inputs that decide every result, by name, as JSON values
     results: dict[str, Measured] = field(default_factory=dict)  # each result by its `key`
 
     def key(self, **inputs: Any) -> str:
@@ -66,7 +66,7 @@ class ResultFile:
 
 
 def row_of(entries: Mapping[str, Any], measured: Sequence[Measured]) -> dict[str, Any]:
-    """Returns a row of a report, from its other ``entries`` and what was measured with each seed."""
+    """Returns a row of a report, from its other ``entries`` and its measurements with each seed."""
 
     def mean(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -90,13 +90,13 @@ def row_of(entries: Mapping[str, Any], measured: Sequence[Measured]) -> dict[str
 
 
 def measure_of(row: Mapping[str, Any]) -> str:
-    """Returns the measure that a row's values are of."""
+    """Returns the name of the measure of a row's values."""
     return "cosine" if row["by_seed"][0]["perplexity"] is None else "perplexity"
 
 
 @with_config(OPEN)
 class Row(TypedDict):
-    """What is read of a row, beside the means of `DISTANCES`; each entry is for all seeds of the row together."""
+    """The entries of a row that are read, beside the means of `DISTANCES`; each entry is for all seeds together."""
 
     method: str  # name of the method, or ``dense``
     pattern: str  # sparsity pattern; empty for dense
@@ -105,14 +105,14 @@ class Row(TypedDict):
     mean: float
     spread: float  # sample standard deviation of the values; 0 with one seed
     tasks: dict[str, float | None]  # mean of each score of `Measured`; None where it is None with a seed
-    seconds: float  # time that all seeds took together, with the evaluation
+    seconds: float  # time of all seeds together, with the evaluation
     compile_seconds: float | None  # the same without the evaluation
     peak_bytes: int | None  # the highest of all seeds; None where one is unknown
 
 
 @with_config(OPEN)
 class ComparisonReport(TypedDict):
-    """What is read of the JSON report of ``permtriton compare``."""
+    """The entries of the JSON report of ``permtriton compare`` that are read."""
 
     model: str
     measure: str

@@ -45,8 +45,8 @@ class Evaluated(Distances):
     """The results of an evaluation; None or 0 for values that were not measured.
 
     Attributes:
-        perplexity: perplexity of the model; None where it predicts no next token (encoders), sees the tokens that it
-            should predict, or these are unknown (sound without labels).
+        perplexity: perplexity of the model; None where the model predicts no next token (encoders) or sees the tokens
+            that it should predict, or where these are unknown (sound without labels).
         dense_perplexity: the same of the dense model.
         tasks: results of the tasks.
         windows: number of windows.
@@ -145,7 +145,7 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
 
 
 def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, progress: Progress) -> PreTrainedModel:
-    """Loads the dense model, unless ``model``'s GPU has no room for it. On a CPU, weights are mapped from files."""
+    """Loads the dense model; refuses if the GPU of ``model`` has no room for it. On a CPU, weights are mapped."""
     size = sum(parameter.nbytes for parameter in model.parameters())
     if model.device.type == "cuda" and size > (free := available_memory(model.device)):
         raise MemoryTooSmallError(
@@ -231,7 +231,7 @@ def measure_model(  # noqa: PLR0913
 
 
 def _protocol(model: PreTrainedModel, text: str, samples: Samples, tokens: Tensor | None) -> str:
-    """Returns in words what was measured on which samples; ``tokens`` are those that the model predicts."""
+    """Returns in words what was measured on which samples; ``tokens`` are as `predicted_tokens` returns them."""
     count, window = len(samples), samples.tokens
     if is_media(model, text):
         return f"{count} samples of {window} positions"

@@ -2,7 +2,7 @@
 
 Perplexity is by the field's protocol: windows do not overlap, and the first token of each is not predicted. Special
 tokens around a window are not predicted either; after a special token, the first token of text is predicted, too. For
-an encoder-decoder, perplexity is that of the second half of each window, given the first half.
+an encoder-decoder, it is the perplexity of the second half of each window, given the first half.
 
 The KL is that of `permtriton.methods.measure.losses`, ``KL(dense || model)`` in nats per token. Here each model
 computes its own logits, since the head of the model may differ from the dense one's, and only sums are kept after a
@@ -42,7 +42,7 @@ from permtriton.util.progress import NoProgress, Progress
 from permtriton.util.store import MEMORY, Store
 
 MAX_LOSS = 700.0  # nats; exp of more overflows a float
-WINDOWS_TRIED, TOKENS_TRIED = 4, 32  # windows and their tokens for the test whether a model sees what it predicts
+WINDOWS_TRIED, TOKENS_TRIED = 4, 32  # size of the test whether a model sees the tokens that it predicts
 # Relative difference of logits that counts as rounding: ROUNDING epsilons of the dtype, or LEAST_ROUNDING if larger.
 ROUNDING, LEAST_ROUNDING = 4, 1e-4
 MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these samples stay in memory
@@ -65,7 +65,7 @@ def next_token_loss(logits: Tensor, tokens: Tensor, first: int) -> float:
 
 
 def kl_divergence(logits: Tensor, dense: Tensor) -> float:
-    """Returns the sum over tokens of ``KL(dense || model)``."""
+    """Returns the sum over tokens of ``KL(dense || model)``, in nats, from logits ``[windows, tokens, vocabulary]``."""
     tokens = max(LOGITS_AT_ONCE // logits.shape[-1], 1)  # float32 copies of all logits would take too much memory
     pairs = zip(logits.flatten(0, 1).split(tokens), dense.flatten(0, 1).split(tokens), strict=True)
     return sum(
@@ -142,7 +142,7 @@ def measure_samples(
     has_logits, known = model.can_generate(), DISTANCES.items() if dense is not None else ()
     distances = {name: distance for name, distance in known if has_logits or distance.output != "logits"}
     count, first, counted = len(samples), first_predicted(model, samples), samples.counted
-    turns = torch.arange(-(-count // ranks.count()) * ranks.count())  # as many for each rank: they may run in step
+    turns = torch.arange(-(-count // ranks.count()) * ranks.count())  # each rank has equally many, as `in_step` needs
 
     def totals(size: int) -> dict[str, float]:
         sums = dict.fromkeys(("seconds", "loss", "dense_loss", "positions", *distances), 0.0)
@@ -213,7 +213,7 @@ def _finite(name: str, value: float, model: PreTrainedModel) -> float:
 
 
 def predicted_tokens(model: PreTrainedModel, samples: Samples) -> Tensor | None:
-    """Returns the tokens that a model in eval mode predicts, as `predicted` does, if it has a perplexity; else None.
+    """Returns the tokens that a model in eval mode predicts, as `predicted` does; None if it has no perplexity.
 
     A model has no perplexity if it sees the tokens that it predicts, as with bidirectional attention.
     """
@@ -270,7 +270,7 @@ def _kind(model: PreTrainedModel) -> str:
 
 
 class HeldOutMeasure:
-    """A measure of a dense model, computed at construction, and of the model compiled from it, by `compiled`.
+    """A measure of a dense model, which the constructor computes, and of a model compiled from it (`compiled`).
 
     Args:
         samples: held-out samples, as `permtriton.data.held_out.prepared` returns them.

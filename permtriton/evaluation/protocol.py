@@ -10,7 +10,7 @@ from permtriton.model.name import DEMO
 
 @dataclass(frozen=True)
 class Protocol:
-    """The values that a protocol sets; those that the user gives take precedence, and None sets nothing."""
+    """The values that a protocol sets, and None where it sets none; values of the user take precedence."""
 
     options: Mapping[str, Any] = field(default_factory=dict)  # options of a compilation
     eval_data: str | None = None  # held-out text
@@ -39,7 +39,7 @@ ON_DEMO = Protocol(eval_data=DEMO)  # the demo model was trained on no other tex
 
 
 def protocol_of(name: str | None, model: str = "") -> Protocol:
-    """Returns the protocol with a name, which for the model ``demo`` is `ON_DEMO`; one that sets nothing for None."""
+    """Returns the protocol ``name``: `ON_DEMO` for the model ``demo``, and one that sets nothing for None."""
     if name is None:
         return Protocol()
     if name not in PROTOCOLS:

@@ -34,7 +34,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, whose rows may have a colour each, and which may be ``folded`` until the reader opens it."""
+    """A table. Each row may have a colour, and a ``folded`` table is hidden until the reader opens it."""
 
     caption: str
     columns: Mapping[str, Sequence[str]]  # the cells below each heading
@@ -48,7 +48,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that a report shows; ``lead`` sums it up, and ``warning`` says why numbers do not compare."""
+    """Everything that a report shows; ``lead`` sums up the result, ``warning`` says why numbers do not compare."""
 
     title: str
     lead: str
@@ -150,7 +150,7 @@ def page_of(
 
 
 def _numbers(values: Sequence[float | None], digits: int = 3) -> list[str]:
-    """Returns a column's cells, all with the decimals that give the smallest number ``digits`` significant digits."""
+    """Returns a column's cells, with as many decimals as give the smallest number ``digits`` significant digits."""
     smallest = min((abs(value) for value in values if value), default=1.0)
     decimals = min(max(digits - 1 - math.floor(math.log10(smallest)), 0), 6)
     return ["–" if value is None else f"{value:,.{decimals}f}" for value in values]
@@ -175,7 +175,7 @@ def _verdict(folders: Sequence[Compiled]) -> str:
 
 
 def _protocols(folders: Sequence[Compiled]) -> list[tuple[Any, ...]]:
-    """Returns how the folders were measured, each way once: (measure, model, text, the dense model's value)."""
+    """Returns the distinct (measure, model, text, dense model's value) with which the folders were measured."""
     measured = [(folder.model, folder.evaluation) for folder in folders if folder.evaluation]
     keys = ((entry["measure"], model, entry.get("text"), f"{entry['dense']:.4g}") for model, entry in measured)
     return list(dict.fromkeys(keys))
@@ -228,7 +228,7 @@ def _pictures(series: Sequence[Series], alt: str, caption: str, **axes: Any) -> 
 
 
 def _compared(comparison: Mapping[str, Any]) -> list[Picture]:
-    """Returns the picture of a comparison; it names the methods that no other one beats in both time and measure."""
+    """Returns the picture of a comparison, in which methods that no other beats in both time and measure are named."""
     sign, (dense, *rows) = 1 if comparison["measure"] == "perplexity" else -1, comparison["rows"]
     points = [((row["compile_seconds"] or row["seconds"]) / len(row["values"]), row["mean"]) for row in rows]
     several = len(comparison["patterns"]) > 1
@@ -278,7 +278,7 @@ def _progress(folders: Sequence[Compiled]) -> list[Picture]:
 
 
 def _history(name: str, reports: Sequence[tuple[Compiled, Mapping[str, Any]]]) -> list[Picture]:
-    """Returns the losses of a step by round or epoch; no figure where no folder has one beside the state before."""
+    """Returns a figure of a step's losses by round or epoch; none if no folder has a loss after the first state."""
     reports = [(folder, step) for folder, step in reports if len(step["history"]) > 1]
     if not reports:
         return []

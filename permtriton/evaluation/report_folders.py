@@ -22,8 +22,8 @@ class Compiled(Folder):
     """A folder that ``permtriton compile`` or ``export`` wrote, and how the report marks it.
 
     Args:
-        label: name of the folder, after that of its parent folder where another one of the report has the same name.
-        colour: colour of what is about the folder, as CSS writes it.
+        label: name of the folder, preceded by its parent's name if two folders of the report have the same name.
+        colour: CSS colour of everything about the folder.
     """
 
     def __init__(self, path: Path, label: str, colour: str) -> None:
@@ -52,7 +52,7 @@ class Compiled(Folder):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of dense and packed weights; the latter are computed for the record's dtype unless stored packed."""
+        """Bytes of dense and packed weights; packed bytes are computed for the record's dtype unless stored packed."""
         dense = stored = sum(file.stat().st_size for file in self.files)
         if "export" in self.record:
             dense += self.record["export"]["dense_bytes"] - self.record["export"]["stored_bytes"]

@@ -20,7 +20,7 @@ class Series:
     points: Sequence[tuple[float, float]]  # horizontal and vertical value of each
     colour: str = "var(--c0)"  # as CSS writes it
     look: str = "line"  # ``line``, ``dashed`` or ``dots``
-    labels: Sequence[str] = ()  # what is written beside the points; empty for nothing
+    labels: Sequence[str] = ()  # texts beside the points; () for none
 
 
 def colour(number: int) -> str:
@@ -30,7 +30,7 @@ def colour(number: int) -> str:
 class Scale:
     """An axis from the value ``low``, drawn at the place ``start``, to the value ``high``, drawn at ``end``.
 
-    It holds all ``values``, with a ``margin``, as a share of its length, at both ends.
+    All ``values`` lie on the axis; ``margin`` is the free space at each end, as a share of the values' range.
     """
 
     def __init__(

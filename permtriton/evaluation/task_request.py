@@ -35,11 +35,11 @@ def versions(args: MeasureArgs) -> dict[str, str]:
 
 
 def task_identity(args: MeasureArgs, output: Path | None) -> dict[str, Any]:
-    """Returns what decides the scores; empty without tasks.
+    """Returns the inputs that decide the scores, as JSON values; empty without tasks.
 
     Args:
-        output: file that the command writes; in the folder of tasks, it is not hashed, nor are hidden files and those
-            that Python compiled.
+        output: file that the command writes. If it is in the folder of tasks, it is not hashed; hidden files and
+            ``__pycache__`` are not hashed either.
     """
     if not args.task_names:
         return {}

@@ -58,7 +58,7 @@ class TaskResult:
         shots: examples before each question.
         samples: documents that were evaluated.
         scores: metric -> score, such as ``acc``; where the task has a filter, ``exact_match,strict``.
-        group: name of the group that this task or group is part of, if that group has a score of its own; else None.
+        group: name of the group that contains this task or group, if the containing group has a score; else None.
     """
 
     name: str
@@ -155,7 +155,7 @@ class _Harness(HFLM):
             super().__init__(
                 pretrained=model,
                 backend="seq2seq" if self._halves else "causal",
-                tokenizer=copy.deepcopy(tokenizer),  # which HFLM may give a padding token
+                tokenizer=copy.deepcopy(tokenizer),  # HFLM may set its padding token
                 batch_size=batch,
                 max_length=limit // 2 if limit and self._halves else limit,
                 prefix_token_id=special.before[0] if special.before else None,
@@ -227,7 +227,7 @@ def _find(names: Sequence[str], folder: Path | None) -> tuple[TaskManager, list[
 
 
 def _seed() -> None:
-    """Sets the seeds as lm-eval's ``simple_evaluate`` does, which in addition takes seconds to describe the machine."""
+    """Sets the seeds that lm-eval's ``simple_evaluate`` sets, which also takes seconds to describe the machine."""
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
     torch.manual_seed(DEFAULT_OTHER_SEED)
@@ -256,7 +256,7 @@ def _number(value: Any) -> float | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the output and progress bars of lm-eval and datasets; their own options do not silence all of it."""
+    """Silences the output and progress bars of lm-eval and datasets, whose own options do not silence everything."""
     level = logging.root.manager.disable
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(io.StringIO()))

@@ -48,15 +48,15 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
-    """Returns ``loss``; refuses a loss without gradients, from which autograd does not reach the model's linears."""
+    """Returns ``loss``; raises a `ModelError` if autograd leads from the loss to no output of the model's linears."""
     if not loss.requires_grad:
         raise ModelError(
-            f"the loss of {type(model).__name__} has no gradients by the outputs of its linears, because it computes "
-            "those of its layers by itself: choose a recipe that needs none, such as `fast`"
+            f"the loss of {type(model).__name__} has no gradients by the outputs of its linears, because its own "
+            "code computes the gradients of its layers: choose a recipe without gradients, such as `recipe=fast`"
         )
     return loss
 
 
 def loss_scale(positions: int) -> float:
-    """Returns the loss scale of a mean over ``positions``: a power of 2 near it, against underflow in float16."""
+    """Returns the loss scale of a mean over ``positions``, against float16 underflow: a power of 2 near the number."""
     return 2.0 ** round(math.log2(positions))

@@ -1,7 +1,7 @@
 """Outputs of a layer's modules, kept for the layer's later runs on the same sequences.
 
-The weights of a layer change one group of sites after another. The layer runs once per group, and once more for the
-inputs of the next layer. A module's output is final when its weights and those of all modules before it are final.
+The weights of a layer change one group of sites at a time. The layer runs once per group, and once more for the inputs
+of the next layer. A module's output is final when its weights and those of all modules before it are final.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ class KeptOutputs:
 
     @contextmanager
     def running(self, rows: Tensor, *, last: bool = False) -> Iterator[None]:
-        """Inside the context, the layer runs on the sequences numbered ``rows``; modules return outputs kept for these.
+        """Inside the context, modules return the outputs that are kept for the sequences numbered ``rows``.
 
         In the ``last`` run, no further output is kept.
         """

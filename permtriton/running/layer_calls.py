@@ -33,7 +33,7 @@ class Frame:
 
     @classmethod
     def around(cls, hidden: Tensor, values: Any, types: tuple[type, ...]) -> "Frame | None":
-        """Returns the frame of hidden states among ``values``; None if another value has none of the ``types``."""
+        """Returns the frame of hidden states among ``values``; None if another value is of none of the ``types``."""
         leaves, structure = pytree.tree_flatten(values)
         at = [leaf is hidden for leaf in leaves].index(True)
         leaves[at] = None
@@ -50,16 +50,14 @@ class Frame:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a layer."""
-
-    hidden: Tensor | None  # the hidden states that it read; None if the layer before returned them, or there are none
+    hidden: Tensor | None  # hidden states that the layer read; None if it read none, or the layer before returned them
     arguments: Frame | None  # None if the layer cannot run without the model on these and other hidden states
     follows: str  # name of the layer that ran before, if that layer returned the hidden states; else empty
-    form: Frame | None  # form of the output; None if it holds more than hidden states and plain values
+    form: Frame | None  # form of the output; None if the output holds more than hidden states and plain values
 
 
 class LayerCalls:
-    """A layer, and the arguments except hidden states of its recorded calls, which are numbered from 0.
+    """A layer, and its recorded calls, numbered from 0: their arguments except hidden states.
 
     Attributes:
         form: form of the last recorded output, as in `_Call`; None before the first call.
@@ -80,13 +78,13 @@ class LayerCalls:
         self._arguments.append(replace(call.arguments, leaves=leaves))
 
     def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Returns the output for the sequences ``rows``: ``[len(rows), tokens, hidden]``, as ``hidden`` is."""
+        """Returns the output for the sequences ``rows``; it and ``hidden`` are ``[len(rows), tokens, hidden]``."""
         if self.together:
             return self.run(hidden, rows.tolist())
         return torch.cat([self.run(states, [row]) for states, row in zip(hidden.split(1), rows.tolist(), strict=True)])
 
     def run(self, hidden: Tensor, numbers: list[int]) -> Tensor:
-        """Returns the output for ``hidden``, on any device, with the arguments of the calls ``numbers``, joined."""
+        """Returns the output for ``hidden``, on any device, with the joined arguments of the calls ``numbers``."""
         frames = [self._arguments[number] for number in numbers]
         leaves = [_joined(values) for values in zip(*(frame.leaves for frame in frames), strict=True)]
         positional, named = replace(frames[0], leaves=leaves).filled(hidden.to(self._device))
@@ -114,8 +112,8 @@ class LayerCalls:
 def record_calls(model: PreTrainedModel, calls: Mapping[str, LayerCalls], batch: Samples) -> Tensor:
     """Runs the model on one batch and adds each layer's call to ``calls``; returns the input of the first layer.
 
-    The layers of a chain take the same other arguments whatever hidden states reach them. So from the second batch on,
-    layers whose form of output is known compute nothing.
+    Other arguments of a chain's layers do not depend on hidden states. From the second batch on, layers whose form of
+    output is known therefore compute nothing.
 
     Args:
         calls: the chain's layers by name, in execution order.
@@ -138,8 +136,8 @@ def find_chains(
 
     Args:
         weights: weights that change, or take two sets of values in turn, while chains run. A chain ends before a layer
-            of which an argument, other than hidden states, depends on such weights of the chain's earlier layers. The
-            argument may depend on other weights, which are final by then: a decoder layer reads the encoder's output.
+            that takes an argument, other than hidden states, which depends on such weights of the chain's earlier
+            layers. Other weights are final by then, and may decide an argument: a decoder reads the encoder's output.
     """
     recorded_calls = recorded(model, layers, sample)
     passing: list[list[str]] = []  # layers that pass hidden states on to one another
@@ -170,7 +168,7 @@ def find_chains(
 
 @contextmanager
 def _half_negated(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Inside the context, every second weight tensor is negated, which is undone exactly and needs no copy.
+    """Inside the context, every second weight is negated: this needs no copy, and is undone exactly at the end.
 
     Negating all would leave even functions of the weights unchanged, such as products of queries and keys.
     """
@@ -186,7 +184,7 @@ def _half_negated(weights: Iterable[Tensor]) -> Iterator[None]:
 
 
 def left_out(forms: Mapping[nn.Module, Frame | None]) -> AbstractContextManager[None]:
-    """Inside the context, layers whose output has a form compute nothing, and return zeros in this form."""
+    """Inside the context, layers whose form of output is not None compute nothing, and return zeros in this form."""
     known = {layer: form for layer, form in forms.items() if form is not None}
 
     def replacement(layer: nn.Module) -> Callable[..., Any]:

@@ -92,12 +92,12 @@ class LayerWalk:
     def walk_dense(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[LayerInputs]:
         """Yields the inputs of each layer's sites. All parts of a layer must have run when the next layer is requested.
 
-        While a layer or the model runs, ``weights``, linear -> weight, replace its own.
+        While a layer or the model runs, ``weights`` (linear -> weight) replace the weights of its linears.
         """
         return self._walk(_with_weights(self.model, self.plan, weights) if weights else nullcontext, None, False)
 
     def walk_and_change(self, keep: Keep | None = None) -> Iterator[LayerInputs]:
-        """Yields what `walk_dense` does, to a caller that changes a layer's weights before it requests the next layer.
+        """Yields the inputs of each layer's sites; its weights may be changed before the next layer is requested.
 
         The next layer's inputs come from the new weights, so each layer runs once more after its weights were changed.
 
@@ -120,7 +120,7 @@ class LayerWalk:
         names = []
         for sites in groups:
             inside = {layer_of.get(linear_module(self.model, linear), "") for site in sites for linear in site.linears}
-            # If linears run in several layers, the inputs in all of them count.
+            # If linears run in several layers, their inputs in all these layers count.
             names.append(inside.pop() if len(inside) == 1 and all(site.num_calls == 1 for site in sites) else "")
         counts = Counter(names)
         names = [name if counts[name] == 1 else "" for name in names]

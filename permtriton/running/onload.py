@@ -1,7 +1,7 @@
 """Runs a model on a GPU that cannot hold all of it: each layer's weights come to the GPU when the layer runs.
 
 The model stays in host memory, where it is permuted, masked and saved. Inside `onloaded`, what is outside of its layers
-is on the device. So are copies of the weights of the layer that ran last: a layer that runs on many batches in
+is on the device. So are copies of the weights of the layer that ran last, so that a layer that runs on many batches in
 succession is copied once. A layer's parameters refer to these copies only while the layer runs or, where gradients are
 enabled, until another layer runs.
 """
@@ -47,11 +47,11 @@ def all_onloaded(model: PreTrainedModel, device: torch.device) -> Iterator[None]
 def onloading_refusal(model: PreTrainedModel, plan: Plan) -> str:
     """Returns why a model cannot run in `onloaded`; empty if it can."""
     if model.device.type == "cuda":
-        return "it is on the GPU already: give it on the CPU, and the device by `device=cuda`"
+        return "it is on the GPU already: give its folder or hub name instead of the loaded model"
     layers = layer_modules(model, plan)
     first = next(model.parameters())
     if not layers or any(parameter is first for layer in layers for parameter in layer.parameters()):
-        return "no layers could be told from what is before them"
+        return "the model has no layers, or its first weights belong to a layer"
     return ""
 
 

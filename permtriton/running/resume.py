@@ -24,7 +24,7 @@ from permtriton.util.machine import release_memory
 from permtriton.util.progress import NoProgress, Progress
 
 INPUTS = "inputs"  # key of the text that says which run a state belongs to
-CHECKSUM = "sha256"  # key of the text with the hash of all else
+CHECKSUM = "sha256"  # key of the text with the hash of the tensors and the other texts
 DIFFERS = {
     "text": "the calibration sequences differ",
     "generated": "the dense model wrote another text",
@@ -66,8 +66,8 @@ class StateFile:
         ]
         if differences:
             raise OutputError(
-                f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that run, give "
-                "it what it had; to start from scratch, use `restart=True`"
+                f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that "
+                "run, restore what differs; to start from scratch, use `restart=True`"
             )
         return str(saved_inputs.get("machine"))
 

@@ -48,7 +48,7 @@ def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[
     whole = {parameter for parameter in twin.parameters() if not isinstance(parameter, DTensor)}
     fully_shard(_around(twin, layers), mesh=mesh, ignored_params=whole)
     for module in twin.modules():
-        if isinstance(module, FSDPModule):  # else gradients are averaged
+        if isinstance(module, FSDPModule):  # without these calls, gradients are averaged
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     nn.Module.to(twin, device)
@@ -101,8 +101,8 @@ def _check(twin: PreTrainedModel, layers: list[nn.Module]) -> None:
     if core_of(twin) in set(around.modules()) - {around}:
         raise ModelError(
             f"a run up to the last hidden state of this {type(twin).__name__} ends inside the module that calls its "
-            "layers, which FSDP2 does not allow, so they cannot be spread over GPUs: use a GPU that holds it, or "
-            "`device=cpu`"
+            "layers, which FSDP2 does not allow, so they cannot be spread over GPUs: use a GPU that holds the model, "
+            "or `device=cpu`"
         )
     owners: dict[int, nn.Module] = {}
     for layer in layers:
@@ -110,5 +110,5 @@ def _check(twin: PreTrainedModel, layers: list[nn.Module]) -> None:
             if owners.setdefault(id(parameter), layer) is not layer:
                 raise ModelError(
                     f"{name} is shared by several layers, so the layers of this {type(twin).__name__} cannot be spread "
-                    "over GPUs: use one GPU that holds it, or `device=cpu`"
+                    "over GPUs: use a GPU that holds the model, or `device=cpu`"
                 )

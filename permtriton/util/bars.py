@@ -1,4 +1,4 @@
-"""Draws progress: one bar per stage on standard error, or lines where that is no terminal."""
+"""Draws progress on standard error: one bar per stage, or lines if standard error is not a terminal."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ Shown = bool | Callable[[Event], object] | Progress | None  # what ``progress=``
 
 
 class PlainConsole(Console):
-    """Prints text as it is: no markup, and control characters of file names are written as ``\\n`` and the like."""
+    """Prints text without markup; control characters but line breaks are escaped, such as ``\\x1b`` in a file name."""
 
     def on_broken_pipe(self) -> None:
         """Discards further output: a reader that stops after some lines, such as ``head``, is no error."""
@@ -84,7 +84,7 @@ class BarProgress:
 
     @contextmanager
     def _lines(self, name: str, total: int) -> Iterator[Advance]:
-        """Prints a line at the end, and at every new tenth that comes `SELDOM` seconds after the last line."""
+        """Prints a line at the end, and at a new tenth if at least `SELDOM` seconds have passed since the last line."""
         started = told = time.perf_counter()
         done, last_note = 0, ""
 

@@ -14,8 +14,8 @@ RANDOM_END = r"\.[0-9a-f]{8}\.tmp"  # regular expression for the end of a file's
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file under a random name beside its place and renames it once it is on the disk.
 
-    Until the rename, an earlier file stays as it was; after a failure or an interruption, the new file is removed.
-    Nobody can foresee the random name, so that no link or file that someone else made is ever written to.
+    Until the rename, an earlier file is unchanged; if an exception prevents the rename, the new file is removed. Nobody
+    can foresee the random name, so that no link or file that someone else made is ever written to.
     """
     temporary = path.with_name(f".{path.name.removeprefix('.')}.{secrets.token_hex(4)}.tmp")
     try:
@@ -42,8 +42,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
 def sync(path: Path) -> None:
     """Waits until a file, or a folder with everything in it, is on the disk.
 
-    Call it before a rename that replaces something. It takes as long as the disk needs for what is not yet written,
-    which is little compared with hours of work.
+    Call it before a rename that replaces something. It takes as long as the disk needs for data that is not yet
+    written, which is little compared with hours of work.
     """
     if path.is_dir():
         for entry in path.iterdir():

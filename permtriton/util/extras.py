@@ -20,7 +20,7 @@ EXTRAS = {
 
 
 def install_command(extra: str = "") -> str:
-    """Returns the command that installs permtriton, in its checkout as long as there is no release."""
+    """Returns the command that installs permtriton, or one extra of it; without a release, it runs in the checkout."""
     return f'pip install "{RELEASE}[{extra}]"' if extra else f"pip install {RELEASE}"
 
 

@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Removes hooks at the end of the context; a generator of ``handles`` registers them at its beginning."""
+    """Removes hooks at the end of the context. If ``handles`` is a generator, it runs when the context begins."""
     with ExitStack() as stack:
         for handle in handles:
             stack.enter_context(handle)

@@ -67,8 +67,8 @@ def processor() -> Mapping[str, Any]:
 def determinism() -> dict[str, Any]:
     """Returns the settings, apart from the seed, on which the last bits of sums depend.
 
-    On a CPU, the same seed, versions, machine and numbers of threads and ranks give the same bytes. On a GPU they need
-    not: atomic sums have no fixed order.
+    On a CPU, the same seed, versions, machine and numbers of threads and ranks give the same bytes. On a GPU the bytes
+    may differ, because atomic sums have no fixed order.
     """
     return {
         "threads": torch.get_num_threads(),
@@ -95,7 +95,7 @@ def available_memory(device: torch.device, *, proc: Path = PROC, cgroups: Path =
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Returns name -> number from the lines of one of the kernel's files that start with a name and a number."""
+    """Returns name -> number for each line of a file of the kernel that starts with a name and a number."""
     lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
@@ -118,9 +118,9 @@ def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
 
 
 def resident_memory() -> tuple[int, int]:
-    """Returns the bytes of this process that are in memory, and those of them that are pages of files.
+    """Returns how many bytes of this process are in memory, and how many of these are pages of files.
 
-    Where the system does not count these pages (macOS), their number is 0.
+    Where the system does not count pages of files (macOS), the second number is 0.
     """
     import psutil
 
@@ -136,7 +136,7 @@ def release_memory() -> None:
 def keep_freed_memory() -> None:
     """Lets glibc keep freed memory until `release_memory`: new pages for large tensors would take a tenth of the time.
 
-    The setting is that of the whole process, so only commands make it.
+    The setting applies to the whole process, so only the commands call this function.
     """
     for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
         _call_glibc("mallopt", option, 1 << 30)

@@ -23,10 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MicroBatch:
-    """The sequences per forward and backward pass of one stage: halved whenever memory ran out.
-
-    Where ranks run in step (`permtriton.util.ranks.in_step`), no work starts again: the other ranks would wait.
-    """
+    """The number of sequences per forward and backward pass of one stage, halved whenever memory runs out."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -35,6 +32,10 @@ class MicroBatch:
         """Returns ``work(size)``; where memory runs out, starts it again with half the size.
 
         The work must not use anything that a failed attempt has left, such as gradients.
+
+        Raises:
+            MemoryTooSmallError: memory runs out with one sequence, or where ranks run in step
+                (`permtriton.util.ranks.in_step`): the other ranks would wait while this rank starts again.
         """
         while True:
             try:

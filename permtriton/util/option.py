@@ -47,7 +47,7 @@ class Option:
 
     @property
     def several(self) -> bool:
-        """Whether its value is a tuple of any number of texts."""
+        """Whether its value is a tuple of any number of strings."""
         return get_origin(self.type) is tuple
 
     @property
@@ -73,7 +73,7 @@ class Option:
         """Returns a user's value in the option's type; values that `check` refuses may be returned unchanged.
 
         Raises:
-            ConfigError: a text is no number, truth value or pattern.
+            ConfigError: a string is not what the type needs: a number, truth value or pattern.
         """
         if self.type is NMPattern and not isinstance(value, NMPattern):
             return NMPattern.parse(value if isinstance(value, str) else shown(value))
@@ -116,8 +116,8 @@ def option(default: Any, help: str, **facts: Any) -> Any:
 def options_of(config: Any) -> list[Option]:
     """Returns the options among the fields of a dataclass of options, or of an instance of one.
 
-    A dataclass with a ``name`` and a ``prefix`` is a step of a recipe: its options have its prefix, and stand under a
-    heading of their own.
+    A dataclass with a ``name`` and a ``prefix`` is a step of a recipe: the names of its options begin with this prefix,
+    and the step has its own heading in lists of options.
     """
     step = getattr(config, "name", "")
     of_step = {"step": step, "prefix": f"{config.prefix}_", "panel": f"Step {step}"} if step else {}

@@ -87,14 +87,14 @@ def check_parent(output: Path) -> None:
     if not folder.is_dir():
         raise OutputError(f"output {output}: the folder {folder} does not exist; make it first")
     try:
-        tempfile.TemporaryFile(dir=folder).close()  # permissions do not always say so, as in /proc
+        tempfile.TemporaryFile(dir=folder).close()  # permissions may allow what the system refuses, as in /proc
     except OSError as error:
         problem = error.strerror or str(error)
         raise OutputError(f"output {output}: the folder {folder} cannot be written: {problem}") from error
 
 
 def disk_error(error: Exception) -> OSError | None:
-    """Returns ``error`` as an OSError if the disk caused it, else None. Rust code writes ``(os error 28)``."""
+    """Returns ``error`` as an OSError if the disk caused it, else None. Messages from Rust hold ``(os error 28)``."""
     if isinstance(error, OSError):
         return error
     number = None if isinstance(error, PermTritonError) else re.search(r"\(os error (\d+)\)", str(error))
@@ -113,7 +113,7 @@ def write_file(output: Path, content: bytes) -> None:
 
 
 def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool, reads: Iterable[Path | str] = ()) -> None:
-    """Refuses a JSON file that could not be written or must not be replaced; call it before the work starts.
+    """Refuses a file that is not .json, could not be written or must not be replaced; call it before the work starts.
 
     Args:
         keys: keys that tell an earlier report of the same command, which may be replaced, from other files.

@@ -37,7 +37,7 @@ class NoProgress:
 
 @contextmanager
 def without_other_bars() -> Iterator[None]:
-    """Hides the tqdm bars of other libraries, some of which no option of these libraries turns off."""
+    """Hides the tqdm bars of other libraries: no option of the libraries turns off all of them."""
     from tqdm import tqdm
 
     start = tqdm.__init__
@@ -51,7 +51,7 @@ def without_other_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Event:
-    """The argument with which a function given as ``progress=`` is called.
+    """The argument of the function that a user passes as ``progress=``.
 
     Attributes:
         stage: name of the stage, such as ``calibrate``; empty for a line of text between stages.

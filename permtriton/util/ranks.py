@@ -1,8 +1,8 @@
 """Ranks: the processes that ``torchrun`` starts. Each runs the model on its share of the sequences.
 
-Sums over sequences (losses, gradients, Hessians) are added up over the ranks, so that all hold the same sums. What is
-decided from them is decided on one rank and sent to the others, and only the first rank writes files. The library
-starts no group: it uses ``torch.distributed``'s default one, and without one there is a single rank.
+Sums over sequences (losses, gradients, Hessians) are added up over the ranks, so that all hold the same sums. Decisions
+that follow from these sums are taken on one rank and sent to the others, and only the first rank writes files. The
+library uses the default group of ``torch.distributed`` and starts none; without a group there is a single rank.
 
 All ranks must reach the same collective operations in the same order. Work that one rank may repeat when its memory
 runs out (`permtriton.util.micro_batch`) therefore contains no such operation, except at the end of the work.
@@ -64,7 +64,7 @@ def check_shares(rows: int, ranks: int) -> None:
 def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
     """Returns this rank's share of sequence numbers in parts of at most ``size``; no part if the share is empty.
 
-    If possible, all ranks have the same number of parts; inside `in_step`, they must.
+    If possible, all ranks have the same number of parts; inside `in_step`, a `ConfigError` is raised if they cannot.
     """
     if are_in_step():
         check_in_step(rows.numel(), size, count())
@@ -158,7 +158,7 @@ def dealt(items: Sequence[Item]) -> Sequence[Item]:
 
 
 def deal(items: Sequence[Item], work: Callable[[Item], Result]) -> list[Result]:
-    """Returns ``work(item)`` of every item on every rank; each rank does its `dealt` share of the work.
+    """Returns on every rank ``work(item)`` for all items; each rank does its `dealt` share of the work.
 
     A `PermTritonError` of any rank is raised on every rank. Tensors in results must be on the CPU.
     """
@@ -193,13 +193,13 @@ def _each(tensors: Iterable[Tensor], start: Callable[[Tensor, int], Any]) -> Non
     NCCL refuses tensors that are not contiguous, and gloo treats the memory of any tensor as contiguous.
 
     Args:
-        start: starts the operation on a tensor, of which the second argument is the number.
+        start: starts the operation, called with a tensor and its position among the tensors.
     """
     pairs = [(tensor, tensor.detach().contiguous()) for tensor in tensors] if _started() else []
     for work in [start(dense, place) for place, (_, dense) in enumerate(pairs)]:
         work.wait()
     for tensor, dense in pairs:
-        torch.autograd.graph.increment_version(tensor)  # collective operations do not do so
+        torch.autograd.graph.increment_version(tensor)  # which collective operations do not do
         if not tensor.is_contiguous():
             tensor.copy_(dense)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from permtriton.errors import ConfigError, shown
 
-if TYPE_CHECKING:  # the help of a command, which has the patterns, must not wait for torch
+if TYPE_CHECKING:  # the help of a command shows patterns, and must not wait for torch
     from torch import Tensor
 
 MAX_GROUP = 32
@@ -50,10 +50,10 @@ class NMPattern:
 
     @classmethod
     def of_some(cls, text: str) -> "tuple[str, NMPattern]":
-        """Reads ``"*.down_proj=4:8"``: the linears with a pattern of their own, and this pattern.
+        """Reads ``"*.down_proj=4:8"``: which linears, and their pattern.
 
         Raises:
-            ConfigError: the text has another form, or as `parse`.
+            ConfigError: the text has another form, or `parse` refuses the pattern.
         """
         linears, _, pattern = text.rpartition("=")
         if not linears:
@@ -73,8 +73,8 @@ def in_words(sparsity: str, exceptions: Iterable[str], total: int) -> str:
     """Returns the patterns of pruned weights in words: ``2:4``, or ``2:4, but 4:8 in 30 of 210 weights``.
 
     Args:
-        sparsity: the pattern of weights without a pattern of their own.
-        exceptions: the pattern of every other weight.
+        sparsity: the pattern of all weights but the exceptions.
+        exceptions: the pattern of each exception.
     """
     others = " and ".join(f"{pattern} in {count}" for pattern, count in Counter(exceptions).items())
     return f"{sparsity}, but {others} of {total} weights" if others else sparsity

@@ -1,4 +1,4 @@
-"""Where large tensors other than the model's weights are: inputs of layers, targets, copies of weights."""
+"""The memory for large tensors other than the model's weights: inputs of layers, targets, copies of weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ class Store:
     """The memory in which new tensors are made; other tensors stay where they are unless the store onloads."""
 
     device: torch.device | None = None  # None for the CPU
-    # whether layers come to a GPU one by one (`permtriton.running.onload`), and steps on a whole model work on one of
-    # its layers at a time: all large tensors are then in host memory
+    # whether layers come to a GPU one by one (`permtriton.running.onload`), and steps on a whole model work on one
+    # layer at a time: all large tensors are then in host memory
     onloads: bool = False
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def on(self, device: torch.device) -> "Store":
-        """Returns the store for what ``device`` reads repeatedly: the device's memory, or this store if it onloads."""
+        """Returns the store for tensors that ``device`` reads repeatedly: its memory, or this store if it onloads."""
         return self if self.onloads else Store(device)
 
     def moved(self, tensor: Tensor) -> Tensor:
