@@ -1,7 +1,7 @@
 """What each operator does to channels: tables of operators by kind, and a rule per kind.
 
-An operator of a known kind is one entry in that kind's table; an operator like no other is an entry of `SPECIAL` with a
-rule of its own. An operator without an entry is a barrier. A rule is called as ``rule(channels, arguments)``, with all
+An operator of a known kind is one entry in that kind's table; any other operator is an entry of `SPECIAL` with its
+rule. An operator without an entry is a barrier. A rule is called as ``rule(channels, arguments)``, with all
 arguments of the operator by name, and returns the ids of the result. In place of parameters, the arguments hold
 `ParameterValue`, in place of other tensors their ids (see `permtriton.passes.provenance`).
 """
@@ -163,7 +163,7 @@ def _taken(c: Channels, take: Any, args: Arguments) -> list[Tensor]:
 
 
 def _scatter(c: Channels, args: Arguments, take: Any) -> Any:
-    """Writes ``src`` where the operator ``take`` reads ``self``."""
+    """Writes ``src`` to the positions of ``self`` that the operator ``take`` would read."""
     x, source = c.ids_of(args["self"]), c.ids_of(args["src"])
     places = {name: value for name, value in args.items() if name not in ("self", "src")}
     _taken(c, take, {"self": x, **places})  # for the contexts: which of each channel's values are overwritten
@@ -177,7 +177,7 @@ def _copy(c: Channels, args: Arguments) -> Any:
 
 
 def _pad(c: Channels, args: Arguments) -> Any:
-    """Pads: where channels repeat along a dimension, padding is more values of each; elsewhere it is no channel."""
+    """Pads: where channels repeat along a dimension, padding adds values of each; elsewhere, padding is no channel."""
     ids, pad, mode = c.ids_of(args["self"]), args["pad"], args.get("mode", "constant")
     c.touch(ids)
     constant = int(c.new_ids(()))
@@ -311,7 +311,7 @@ def _choice(c: Channels, args: Arguments) -> Any:
     return c.unknown(c.node.meta["val"])
 
 
-# Operators like no other, each with its rule; those of permtriton stand under their qualified names.
+# Operators of no other kind, each with its rule; those of permtriton are listed by their qualified names.
 SPECIAL: dict[Any, Rule] = {
     operator.getitem: lambda c, args: operator.getitem(*args.values()),
     aten._assert_tensor_metadata: lambda c, args: None,

@@ -1,4 +1,4 @@
-"""The channels of a graph: their ids, their contexts so far, and which of them move together.
+"""The channels of a graph: their ids, their contexts, and which of them move together.
 
 Two things keep this fast. Where ids repeat along a dimension (mostly tokens), a tensor of ids is an expanded view, and
 work is done once for all repetitions. And most tensors are views of `Channels._ids`, which holds all channel ids: their
@@ -54,9 +54,9 @@ class Joint:
 
 
 class Channels(fx.Interpreter):
-    """All channels of a graph: their ids, their contexts so far, and which of them move together.
+    """All channels of a graph: their ids, their contexts, and which of them move together.
 
-    It is the interpreter that runs the graph on ids, because a rule may need the node that is running and its inputs.
+    The class is the interpreter that runs the graph on ids, because a rule may need the running node and its inputs.
 
     Args:
         contexts: Whether to record contexts; False records only joints, which is faster.
@@ -123,7 +123,7 @@ class Channels(fx.Interpreter):
         return [self.axis(value, dim) for dim, stored in enumerate(value.dims) if stored is not None]
 
     def all_ids(self, arguments: Any) -> list[Tensor]:
-        """Returns all ids that arguments of an operator hold, those of every dimension of a parameter, too."""
+        """Returns all ids that arguments of an operator hold, including those of every dimension of a parameter."""
         ids: list[Tensor] = []
         for value in leaves(arguments):
             if isinstance(value, ParameterValue):
@@ -186,7 +186,7 @@ class Channels(fx.Interpreter):
         size = view.shape[dim]
         if size == 1 or self._distinct(view) or not self.any_channel(view):
             return None
-        lines = view.movedim(dim, -1).clamp_min(0)  # one number for all that is no channel
+        lines = view.movedim(dim, -1).clamp_min(0)  # one number for everything that is no channel
         line_number = torch.arange(lines.numel() // size).view(*lines.shape[:-1], 1)
         occurrence = numbered((lines + self.total * line_number).reshape(-1).numpy()).reshape(lines.shape)
         if not occurrence[(lines > 0).numpy()].any():
@@ -283,7 +283,7 @@ class Channels(fx.Interpreter):
         return out
 
     def touch(self, arguments: Any) -> None:
-        """Adds the current operator to the contexts of channels, to distinguish them from those it does not act on."""
+        """Adds the current operator to the contexts of channels, to distinguish them from all others."""
         for ids in self.all_ids(arguments) if self._contexts else ():
             self.add_opaque_context(ids, self.new_ids(()), f"{self.node.target} acts on some of the channels only")
 
@@ -340,7 +340,7 @@ class Channels(fx.Interpreter):
         self.context_changes.append(ContextChange(unique, np.add.reduceat(hashes[order], starts), reason))
 
     def separate(self, arguments: Any, reason: str) -> None:
-        """Gives every channel in arguments a context of its own, so that none may change places with another."""
+        """Gives every channel in arguments a unique context, so that none may change places with another."""
         for view in map(unexpanded, self.all_ids(arguments)) if self._contexts else ():
             unique = view.reshape(-1).numpy()
             if not self._distinct(view):

@@ -25,7 +25,7 @@ def parts_of(c: Channels, value: Any, dim: int | None = None) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor]) -> Any:
-    """Returns one tensor of ids as it is, several as `Crossed`."""
+    """Returns one tensor of ids unchanged, several as `Crossed`."""
     return parts[0] if len(parts) == 1 else Crossed(tuple(parts))
 
 
@@ -118,7 +118,7 @@ def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> li
             continue
         first, second = differing_dims(part), differing_dims(other)
         finer, coarser = _each_a_run(part, second), _each_a_run(other, first)
-        # like the factors of an outer product, both differ, but along no dimension in common
+        # as in an outer product, both operands differ, but along no dimension in common
         is_outer = bool(first and second) and first.isdisjoint(second)
         if is_outer or (finer and coarser):
             c.cross(part, other)
@@ -133,9 +133,7 @@ def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> li
 
 
 def _each_a_run(ids: Tensor, others: set[int]) -> bool:
-    """Whether neighbouring channels of ``ids`` are combined with one channel of another tensor.
-
-    Examples are the channels of a head, combined with one value per head.
+    """Whether neighbouring channels of ``ids``, such as a head's, are combined with one channel of another tensor.
 
     Args:
         others: `differing_dims` of the other tensor.

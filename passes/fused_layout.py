@@ -1,4 +1,4 @@
-"""Layout ``fused``: which sites get a permutation of their own, and where it is gathered at run time."""
+"""Layout ``fused``: which sites get a separate permutation, and where it is gathered at run time."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ def fused_plan(plan: Plan, linears: Mapping[str, Products], model: nn.Module, *,
     """Returns the plan of layout ``fused``, in which every site has its own permutation.
 
     A site that is the only reader of a space that may move (``down``; ``o``, within its heads) keeps this space, whose
-    permutation is folded. Every other site gets a space of its own, gathered in the norm before the site if only
+    permutation is folded. Every other site gets a separate space, gathered in the norm before the site if only
     linears read the norm's output, else before each of the site's linears. A site keeps its order if neither the norm
-    nor the linears can gather; if this is so for all sites of a space, they keep the space.
+    nor the linears can gather; if no site of a space can gather, all of them keep the space.
 
     Args:
         plan: Plan of layout ``portable``; its sites are changed.

@@ -1,4 +1,4 @@
-"""What channel rules read in place of parameters and of outer products, and the products with weights they record."""
+"""What channel rules read in place of parameters and of outer products, and the products that they record."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ class ParameterValue:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a stored parameter of two dimensions, possibly transposed."""
+        """Whether the value is a stored parameter of two dimensions, possibly transposed."""
         return len(self.shape) == 2 and None not in self.dims and not self.computed
 
     def permuted(self, index: Tensor, dim: int) -> "ParameterValue":

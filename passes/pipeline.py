@@ -1,8 +1,8 @@
 """The passes in their order, and the runner that checks each one.
 
 After each pass, the graph must join the same channels as before, whatever their order. A permutation that is inserted
-and not undone, folded into one producer and not into another, or applied to the wrong columns, is found at the first
-node that joins two channels which were not joined before.
+and not undone, folded into one producer and not into another, or applied to the wrong columns, shows at the first node
+that joins two channels which were not joined before.
 """
 
 from collections import Counter

@@ -73,7 +73,7 @@ class Axis:
         """Sorts the positions inside the space by (unit, role, position).
 
         Returns:
-            The sorted positions; the place among them where each unit starts; the place of each within its unit.
+            The sorted positions; where each unit starts among them; the place of each sorted position in its unit.
         """
         positions = torch.nonzero(self.units >= 0).squeeze(1)
         positions = positions[torch.argsort(self.roles[positions], stable=True)]
@@ -286,14 +286,14 @@ def sequential_groups(sites: list[Site]) -> list[list[Site]]:
     Sites of the same depth share a group, such as experts, or attention and MLP that run side by side.
 
     The groups are pruned and fitted one after another. Otherwise the linears of a layer would be fitted to inputs that
-    the pruned model never gives them: on SmolLM2-135M, that trebles the perplexity.
+    the pruned model never gives them, which trebles the perplexity of SmolLM2-135M.
     """
     depths = sorted({site.depth for site in sites})
     return [[site for site in sites if site.depth == depth] for depth in depths]
 
 
 def layer_of(model: nn.Module, name: str) -> str:
-    """Returns the name of the layer that a module is, or is part of; "" for none.
+    """Returns the name of the layer that a module is or is part of; an empty name for a module outside all layers.
 
     A layer is an item of the outermost module list, or, in lists of lists, of the innermost one.
     """

@@ -123,7 +123,7 @@ def _conv(c: Channels, args: Arguments) -> Any:
 
 
 def _by_groups(c: Channels, x: Tensor, weight: ParameterValue, groups: int, stride: Sequence[int]) -> Any:
-    """A grouped convolution. Channels may move if it is depthwise, and ids repeat where it mixes or skips positions."""
+    """A grouped convolution. Channels may move if it is depthwise, and mixes or skips only positions of one channel."""
     rows, shape, kernel = c.axis(weight, 0), c.node.meta["val"].shape, len(weight.shape) - 2
     problem = "" if groups == x.shape[-1 - kernel] == rows.numel() else f"{c.node.target} reads them in groups"
     for dim in range(-kernel, 0):

@@ -10,7 +10,7 @@ Data movement acts on the ids as it would on data. Elementwise operators join ch
 together. Every operator that acts on a channel adds to the channel's *context*, and so does every non-channel value
 that is combined with the channel. Two channels may change places if and only if they have the same context. A norm over
 the whole stream gives every channel the same context, rotary cosines give each channel a different one, and attention
-gives one to each head. An operator without a rule is a barrier: every channel that enters it gets a context of its own,
+gives one to each head. An operator without a rule is a barrier: every channel that enters it gets a unique context,
 and the reason is recorded.
 
 The rules are in `permtriton.passes.channel_rules`, ids and contexts in `permtriton.passes.channels`.
@@ -46,8 +46,8 @@ class Provenance:
     linears: dict[str, Products]  # weight -> all products with it
     # (parameter, dimension) -> int64 label of each position, for the dimensions that the graph uses
     axes: dict[AxisKey, np.ndarray]
-    # (parameter, dimension) -> uint64 role of each position: its context without that of other activations which it is
-    # joined with. It tells a gate row from the up row that it is multiplied with.
+    # (parameter, dimension) -> uint64 role of each position: its context without that of other activations with which
+    # it is joined. A gate row and its up row have different roles.
     roles: dict[AxisKey, np.ndarray]
     hidden_node: fx.Node  # node of the last hidden state
     hidden_labels: np.ndarray  # labels of the last hidden state's channels; empty if they are not known

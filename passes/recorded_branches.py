@@ -39,7 +39,7 @@ class Answers(TorchFunctionMode):
     but how operators combine channels does not depend on how many rows are taken.
 
     Args:
-        earlier: `answers` that were recorded, to be returned; None if there are none yet.
+        earlier: recorded `answers` to return; None to record the first ones.
 
     Attributes:
         answers: the values that were taken, by the lines of code that took them.
@@ -88,7 +88,7 @@ def samples_like(arguments: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def _place() -> Place:
-    """Returns the running lines of code up to the model's call in trace.py, the innermost first, without torch's."""
+    """Returns the running lines of code up to the model's call in trace.py, the innermost first, except torch's."""
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     inside = takewhile(lambda place: place[0] != CALLER, frames)
     return tuple(f"{file}:{line}" for file, line in inside if not file.startswith(TORCH) and file != __file__)

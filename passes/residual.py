@@ -1,4 +1,4 @@
-"""The residual stream that a linear adds its output to, and the module that reads this activation alone."""
+"""The residual stream to which a linear's output is added, and the module that reads only this stream."""
 
 import re
 from collections import defaultdict
@@ -12,7 +12,7 @@ from permtriton.passes.plan import Norm, Residual
 
 
 def residual_finder(graph: fx.Graph, model: nn.Module) -> Callable[[fx.Node, str], Residual | None]:
-    """Returns a function that finds the residual stream which a product is added to.
+    """Returns a function that finds the residual stream to which a product is added.
 
     The function takes the product's node and the name of its layer. The stream's reader is a norm before the branch
     that the product ends, or the branch's first linear. The function returns None if the product is first gated or
@@ -51,7 +51,7 @@ def residual_finder(graph: fx.Graph, model: nn.Module) -> Callable[[fx.Node, str
 
 
 def _readers(nodes_by_module: Mapping[str, list[fx.Node]]) -> dict[fx.Node, list[tuple[fx.Node, str]]]:
-    """Returns activation -> (first node, name) of each module whose only input it is."""
+    """Returns activation -> (first node, name) of each module that reads only this activation."""
     holders = {path[: dot.start()] for path in nodes_by_module for dot in re.finditer(r"\.", path)}
     readers: dict[fx.Node, list[tuple[fx.Node, str]]] = defaultdict(list)
     for path, nodes in nodes_by_module.items():

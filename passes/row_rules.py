@@ -38,7 +38,7 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
         shape: Shape of the result; a size that is not known counts as 1.
 
     Returns:
-        None unless all elements are channels, the same in all rows.
+        The ids; None unless all elements are channels, and all rows have the same ones.
     """
     dims = _indexed(dim, index)
     if any(differs(x, position) for position in dims) or not c.all_channels(x):

@@ -1,4 +1,4 @@
-"""The linears that a user wants to prune, to leave dense, or to give a pattern of their own."""
+"""The linears that a user's options prune, leave dense, or give another pattern."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +30,7 @@ def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: I
 
 
 def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, str]:
-    """Returns each linear that has a sparsity pattern of its own -> the text that gives it.
+    """Returns each linear to which the user gives a sparsity pattern -> the text that gives the pattern.
 
     Args:
         chosen: texts such as ``*.down_proj=4:8``, which name linears by a pattern as in `left_out`. Where two texts

@@ -155,7 +155,7 @@ def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: b
         try:
             return export_program(probed, **arguments), True
         except Exception:  # torch.export raises many kinds
-            with suppress(Exception):  # and so does the model
+            with suppress(Exception):  # the model's code may raise any
                 return _exported_with_answers(_on_cpu(probed), arguments)
             raise
 

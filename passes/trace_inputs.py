@@ -1,4 +1,4 @@
-"""Samples to trace a model with before any real one is known: their shapes follow from the model's config alone."""
+"""Samples to trace a model with if no real ones are at hand: their shapes follow from the model's config alone."""
 
 from collections.abc import Iterator
 from typing import Any

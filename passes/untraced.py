@@ -26,7 +26,7 @@ def untraced_reach(model: nn.Module, untraced: Iterable[str], names: Iterable[st
     Args:
         untraced: Names of the untraced parameters.
         names: Names of the parameters that write or read the channels.
-        readers: Sites that read them.
+        readers: Sites that read the channels.
     """
     scope = shared_parts([name.split(".")[:-1] for name in names])
     prefix = ".".join([*scope, ""]) if layer_of(model, ".".join(scope)) else ""

@@ -23,8 +23,8 @@ CARD_FILE = "README.md"
 PROJECT = f"[permtriton]({HOME})" if HOME else "permtriton"
 ALONE, WITH_PERMTRITON = "transformers alone", "transformers after import permtriton"  # what loads a folder
 WITH_COMPRESSED_TENSORS = "vLLM alone, and transformers where compressed-tensors is installed"
-# Model classes of transformers, the class that loads them, and the hub's name of their task. The first entry that has
-# a class counts, because models that read sound or images are in several. The hub has no task for T5 and BART alone.
+# Model classes of transformers, the class that loads them, and the hub's name of their task. The first entry with a
+# class counts, because models that read sound or images are in several. The hub has no separate task for T5 and BART.
 _KINDS = (
     (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
     (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "AutoModelForImageTextToText", "image-text-to-text"),
@@ -120,7 +120,7 @@ def model_card(
 
 
 def _results(report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
-    """Returns the entries of the card's ``model-index``; none where the weights were rounded after the evaluation."""
+    """Returns the entries of the card's ``model-index``; none if weights were not evaluated, or rounded later."""
     evaluation = report["evaluation"]
     if "dense" not in evaluation or _has_8_bits(report):
         return []

@@ -56,8 +56,8 @@ def export(
         source = Folder(folder)
         if source.is_quantized:
             raise ModelError(
-                f"{folder} is quantized already, and its weights before that are not in it: export the folder that it "
-                "was made from"
+                f"{folder} is quantized already, and does not hold its weights before they were rounded: export the "
+                "folder that it was made from"
             )
         check_format(format, permuted=bool(source.entries.permuted), what=str(folder))
         check_hashes(folder, {name: file["sha256"] for name, file in source.record["files"].items()})
@@ -67,7 +67,7 @@ def export(
 def rewrite(
     source: Folder, output: Path, format: str, *, overwrite: bool, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Does what `export` does, but without checking the folder, which may have been verified just now."""
+    """Does what `export` does, but does not check the folder or the format."""
     started, progress = time.perf_counter(), progress or NoProgress()
     writer = WRITERS[Format(format)](source)
     with replacing_folder(output, overwrite=overwrite) as partial:

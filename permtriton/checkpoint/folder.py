@@ -49,7 +49,7 @@ class Folder:
 
     @cached_property
     def entries(self) -> PermTritonQuantizationConfig:
-        """permtriton's entries in the config; those of a plain checkpoint and of format fp8 name nothing."""
+        """permtriton's entries in the config; empty ones for a plain checkpoint and format fp8, which have none."""
         entries = self.config.get("quantization_config")
         if entries is None or self._is_compressed:
             return config_entries("2:4", {}, {}, {})  # the pattern of no weight
@@ -125,7 +125,7 @@ class Folder:
         return weight.to(self._read(name).dtype)
 
     def scale(self, name: str) -> Tensor:
-        """Returns the scales of a weight in 8 bits, as they are stored: one for each row."""
+        """Returns the stored scales of the rows of a weight in 8 bits: ``[out]`` if it is packed, else ``[out, 1]``."""
         return self._read(f"{name}_scale")
 
     def file_of(self, name: str) -> str:
@@ -149,7 +149,7 @@ class Folder:
 
 
 def check_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Refuses files of weights whose SHA-256 is not the one in ``hashes``, by their names."""
+    """Refuses a file of weights that is missing, or whose SHA-256 is not the one that ``hashes`` has for its name."""
     for name, expected in hashes.items():
         if not (folder / name).is_file() or file_sha256(folder / name) != expected:
             raise ModelError(

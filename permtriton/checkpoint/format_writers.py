@@ -1,7 +1,7 @@
-"""Rewrites the tensors of a folder: which are stored packed, which in 8 bits, and how they are verified.
+"""Rewrites the tensors of a folder, packed or in 8 bits, and verifies them.
 
-`FormatWriter` is given the names of both kinds. **Add a format as a function that makes one**, such as
-`packed_fp8_writer` of ``fp8.py``, and to `permtriton.checkpoint.export.WRITERS`.
+**To add a format, write a function that makes a `FormatWriter`**, such as `packed_fp8_writer` in ``fp8.py``, and name
+it in `permtriton.checkpoint.format.Format` and `permtriton.checkpoint.export.WRITERS`.
 """
 
 from collections.abc import Collection, Mapping
@@ -89,7 +89,7 @@ class FormatWriter:
             for name in names:
                 expected, weight = self.source.tensor(name), written.tensor(name)
                 if name in self.rounded:
-                    scale = written.scale(name).view(-1, 1).to(expected.dtype)  # to find it again takes nine roundings
+                    scale = written.scale(name).view(-1, 1).to(expected.dtype)  # computing it takes nine roundings
                     expected = dequantized(to_float8(expected, scale), scale)
                     check_finite_tensor(name, weight)
                     if pruned := self.source.pruned.get(name):

@@ -10,8 +10,8 @@ Format fp8 is compressed-tensors' layout, which vLLM reads by itself, and transf
                      weight_scale  [out, 1] in the dtype of W: max |W| of the row / 448, or the scale by which the step
                                    ``round`` has rounded the row
 
-Format packed-fp8 stores the kept values of the same weight, and their positions. Pruned weights that are no linear's
-(stacked experts, transposed weights) are stored packed in their own dtype.
+Format packed-fp8 stores the kept values of the same weight, and their positions. Stacked experts, transposed
+weights and tied weights are packed in the dtype of the model.
 """
 
 import re
@@ -33,7 +33,7 @@ LAYOUT, SCHEME = "float-quantized", "FP8_DYNAMIC"  # as compressed-tensors calls
 
 
 def packed_fp8_writer(source: Folder) -> FormatWriter:
-    """Returns a writer that packs all pruned weights, those of linears in 8 bits."""
+    """Returns a writer that packs all pruned weights; those of linears, unless tied, in 8 bits."""
     model = source.empty_model()
     tied = {name for pair in dict(getattr(model, "all_tied_weights_keys", None) or {}).items() for name in pair}
     linears = {f"{name}.weight" for name in _linears(model)} - tied

@@ -96,7 +96,7 @@ def read_masks(folder: str | Path) -> Masks:
     """Returns the masks of a folder that ``permtriton compile`` or ``permtriton export`` wrote, in any format.
 
     Raises:
-        ModelError: it is no such folder, or the folder is damaged.
+        ModelError: permtriton did not write the folder, or the folder is damaged.
 
     Example:
         >>> import permtriton

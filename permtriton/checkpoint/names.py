@@ -33,7 +33,7 @@ class StoredNames:
 
 
 def stored_names(model: Any, pruned: Mapping[str, PrunedWeight], *, original: bool = True) -> StoredNames:
-    """Returns the names under which a model is saved. Weights may be on the meta device: it is called before any work.
+    """Returns the names under which a model is saved; its weights may be on the meta device.
 
     Args:
         pruned: pruned weights, by the names of the parameters.
@@ -78,7 +78,7 @@ def loaded_names(model: Any, stored: Iterable[str], known: Iterable[str] = ()) -
 
 
 def resolve_name(name: str, known: Any, prefix: str) -> str | None:
-    """Returns which of the ``known`` names of a model a tensor or module of the checkpoint has; None if it has none.
+    """Returns the one of a model's ``known`` names that a checkpoint's tensor or module has; None if it has none.
 
     The names differ by ``prefix``, a base model's, if only the saved or only the loaded model has a head.
     """
@@ -87,7 +87,7 @@ def resolve_name(name: str, known: Any, prefix: str) -> str | None:
 
 
 def find_name(name: str, known: set[str], model: Any) -> str | None:
-    """Does what `resolve_name` does, but returns None only for a part of another class's head, else it refuses."""
+    """Returns what `resolve_name` returns; refuses an unknown name unless it may be of another class's head."""
     resolved = resolve_name(name, known, model.base_model_prefix)
     same_class = type(model).__name__ in (model.config.architectures or ())
     if resolved is None and (same_class or name.startswith(f"{model.base_model_prefix}.")):

@@ -16,7 +16,7 @@ BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
 
 
 def recorded_in(model: nn.Module, record: Record) -> Iterator[tuple[str, str | None, PrunedWeight]]:
-    """Yields each weight that a record lists: its name there, its name in the model, and its pattern.
+    """Yields each weight that a record lists: its name in the record, its name in the model, and its pattern.
 
     The name in the model is None if the model does not have the weight as a parameter: it is packed, or belongs to the
     head of another class. Where PEFT wraps a linear, the name is that of the linear inside.
@@ -40,7 +40,7 @@ def regular_weights(model: nn.Module) -> Iterator[tuple[str, PrunedWeight]]:
 
 
 def fullest_group(weight: Tensor, pruned: PrunedWeight) -> int:
-    """Returns the largest number of nonzero weights in a group; all channels are one group if groups do not fit."""
+    """Returns the largest number of nonzero weights in a group or, if groups do not divide the channels, in all."""
     channels, group = weight.shape[pruned.dim], pruned.pattern.group
     return int(_kept_in_groups(weight, pruned.dim, channels if channels % group else group).max())
 

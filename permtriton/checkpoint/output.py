@@ -59,7 +59,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def check_apart(output: Path, source: Path) -> None:
-    """Refuses an output that is the source that it is made from, or contains it, or is inside it."""
+    """Refuses an output that is, contains, or is inside the source that it is made from."""
     inner, outer = real_path(source), real_path(output)
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise OutputError(
@@ -86,7 +86,7 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
 
 @contextmanager
 def locked(output: Path, say: Say) -> Iterator[bool]:
-    """Locks a resolved path; yields False if this process had locked it before, or the file system has no locks."""
+    """Locks a resolved path; yields False if this process already has the lock, or the file system has none."""
     path = _beside(output, "lock")
     lock = FileLock(path, timeout=0, is_singleton=True, fallback_to_soft=False)
     if lock.is_locked:
@@ -160,7 +160,7 @@ def working_folder(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary(output: Path, kind: str) -> Iterator[Path]:
-    """Yields a new folder beside an output. Leftovers may have its name, as they stay where there are no file locks."""
+    """Yields a new folder beside an output, numbered if a leftover has its name: without file locks, leftovers stay."""
     for number in count(1):
         folder = _beside(output, f"{kind}-{os.getpid()}" + (f"-{number}" if number > 1 else ""))
         with suppress(FileExistsError):

@@ -19,7 +19,7 @@ def unpacked(values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, 
 
 
 def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device: torch.device) -> bool:
-    """Whether the weight of a linear stays packed: if it is 2:4, in 16 bits, and on a GPU with kernels.
+    """Whether a linear stays packed: if it is 2:4, in 16 bits, with a multiple of 16 channels, on a GPU with kernels.
 
     Args:
         in_features: number of input channels; if several ranks divide them, those of this rank.
@@ -30,7 +30,7 @@ def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device
 def fill_packed(
     linear: SparseLinear, pattern: NMPattern, dtype: torch.dtype, values: Tensor, positions: Tensor, *scale: Tensor
 ) -> SparseLinear:
-    """Changes a linear to the packed state with a weight as it is stored; one in FP8, with a scale, is not cast."""
+    """Changes a linear to the packed state with a stored weight, cast to ``dtype`` unless it has a scale (FP8)."""
     if not scale and values.dtype != dtype:
         values, positions = cast_packed(values, positions, linear.in_features, pattern, dtype)
     return linear.set_packed(pattern, values, positions, *scale).compress()

@@ -28,7 +28,7 @@ class Pruned:
     plan: Plan  # sites and channel spaces
     report: Record  # content of ``permtriton.json``; the entries of saving are added when the model is saved
     reference: Samples  # samples on which a reloaded checkpoint must give the outputs of ``model``
-    # where the dense model can be read again; None for a model that was given in memory
+    # where the dense model can be read again; None for a model that was made in memory
     source: Source | None = field(default=None, kw_only=True)
     # device of the compilation, to which layers may have been moved one by one; None for the device of ``model``
     device: torch.device | None = field(default=None, kw_only=True)
@@ -43,7 +43,7 @@ class Pruned:
 
     def _present_versions(self) -> list[int]:
         """Returns how often each parameter was changed in place."""
-        # Tensors of inference mode, which nobody trains, have no such count.
+        # Tensors of inference mode, which cannot be trained, have no version.
         return [0 if parameter.is_inference() else parameter._version for parameter in self.model.parameters()]
 
 

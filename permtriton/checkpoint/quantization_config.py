@@ -1,7 +1,7 @@
 """The entries ``quantization_config`` in the ``config.json`` of a permtriton checkpoint; version 1.
 
 The structure of a checkpoint does not show a flipped bit in a value, so ``permtriton export`` stores a hash per file,
-which covers every byte and is what ``sha256sum`` prints. It is checked before the file is used, at one to two GB/s. To
+which covers every byte and is what ``sha256sum`` prints. Each file is checked before it is used, at one to two GB/s. To
 load without this check, remove the hashes from the config:
 
     config = AutoConfig.from_pretrained(folder)
@@ -35,7 +35,7 @@ class Packed(TypedDict):
 
     shape: Annotated[list[Size], Field(min_length=2, max_length=4)]
     dim: Annotated[int, Field(ge=0)]  # input dimension
-    sparsity: NotRequired[Pattern]  # if it is not that of the config
+    sparsity: NotRequired[Pattern]  # if it is not the one of the config
     values: NotRequired[Literal["float8_e4m3fn"]]  # with ``P_scale`` (see `permtriton.kernels.sparse_linear_fp8`)
 
 
@@ -124,7 +124,7 @@ def config_entries(
     norms: dict[str, NormEntry],
     hashes: Mapping[str, str] | None = None,
 ) -> PermTritonQuantizationConfig:
-    """Returns the config of a folder, whose format follows from what is packed."""
+    """Returns the entries of a folder's config; the format follows from the packed parameters."""
     in_fp8 = any("values" in entry for entry in packed.values())
     return PermTritonQuantizationConfig(
         version=VERSION,

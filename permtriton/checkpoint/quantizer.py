@@ -187,7 +187,7 @@ class PermTritonQuantizer(HfQuantizer):
         if by and self._packed:
             raise ModelError(
                 f"packed checkpoints cannot be divided by {by} while they are loaded: export the model as dense "
-                "(permtriton export --format dense; of one in 8 bits, the folder that it was made from)"
+                "(permtriton export --format dense; if it is in 8 bits, export the folder that it was made from)"
             )
         if by and (self.quantization_config.gathers or by == "FSDP2"):
             raise ModelError(
@@ -202,7 +202,7 @@ class PermTritonQuantizer(HfQuantizer):
         names: Mapping[str, str],
         device_map: Mapping[str, Any] | str | None,
     ) -> None:
-        """Replaces modules by permuted ones and parameters by packed ones, except of a head that the class lacks.
+        """Replaces modules by permuted ones and parameters by packed ones; skips those of a head that the class lacks.
 
         Args:
             stored: headers of the tensors, by the names under which transformers loads them.
@@ -235,11 +235,11 @@ class PermTritonQuantizer(HfQuantizer):
         changed |= set(filter(is_permuted, model.modules()))
         around = {module for module in model.modules() if changed & set(module.children())}
         for module in changed | {module for module in around if not module._non_persistent_buffers_set}:
-            # Else transformers would initialize it, and some classes' code for that reads weights' shapes.
+            # Otherwise transformers would initialize the module, for which some classes read the shapes of weights.
             setattr(module, "_is_hf_initialized", True)  # noqa: B010
 
     def _check_loaded(self, model: Any) -> None:
-        """Checks that every tensor was loaded with its shape and dtype, and removes the dimensions that are added."""
+        """Checks that every tensor was loaded with its shape and dtype, and removes added dimensions."""
         state = model.state_dict(keep_vars=True)
         loaded = {name for name in self._expected if getattr(state[name], "_is_hf_initialized", False)}
         self.refuse_missing(model, self._expected.keys() - loaded)
@@ -253,7 +253,7 @@ class PermTritonQuantizer(HfQuantizer):
             tensor.data = tensor.data.view(expected.shape)
 
     def refuse_missing(self, model: Any, missing: Set[str]) -> None:
-        """Refuses a checkpoint that lacks tensors, unless they are tied to others or the class does not need them."""
+        """Refuses a checkpoint that lacks tensors, unless they are tied to stored ones or the class needs none."""
         ignored = "|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ())
         pairs = dict(getattr(model, "all_tied_weights_keys", {})).items()
         tied = {name for pair in pairs for name in pair if not set(pair) <= missing}  # pairs with a stored name
@@ -273,7 +273,7 @@ class PermTritonQuantizer(HfQuantizer):
         return next(found, tensor.dtype)
 
     def _keep_or_unpack(self, model: Any, packed: PackedParameter) -> None:
-        """Puts a loaded parameter into its linear if that stays packed, else unpacks it; then casts it to its dtype."""
+        """Fills the linear of a parameter that stays packed, else unpacks it; casts parameters that are not in FP8."""
         name, entry, pattern = packed.names[0], packed.entry, packed.pattern
         owner, attribute = get_module_from_name(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")

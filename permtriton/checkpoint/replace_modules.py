@@ -33,7 +33,7 @@ class PackedParameter:
 
 
 def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.device:
-    """Returns the device on which transformers puts a parameter; with "auto", that is a GPU if there is one."""
+    """Returns the device on which transformers puts a parameter: for a text such as "auto", a GPU if there is one."""
     if isinstance(device_map, str):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = get_device(dict(device_map) if device_map else None, name, valid_torch_device=True)

@@ -77,7 +77,7 @@ def save(
             "files": describe_weights(partial),
             "card": None,
         }
-        written.pop("export", None)  # of the folder that was trained
+        written.pop("export", None)  # it describes the folder that was trained
         if compiled is None:
             written["dtype"] = str(model.dtype).removeprefix("torch.")
         else:
@@ -91,7 +91,7 @@ def save(
 
 
 def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, partial: Path) -> None:
-    """Writes what transformers saves, and copies the files beside the source."""
+    """Writes what transformers saves, and copies the source's further files."""
     _correct(model)
     try:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original)
@@ -124,7 +124,7 @@ def _correct(model: Any) -> None:
 
 
 def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
-    """Copies the files that `copied_files` names and that were not saved; no links out of the folder."""
+    """Copies the files that `copied_files` names, except those already saved and links out of the folder."""
     saved = {name for name in (*PROCESSOR_FILES, *REMADE) if (partial / name).exists()}
     remade = {*REMADE} if saved & {*REMADE} else set[str]()
     remade |= {*PROCESSOR_FILES, LEGACY_TEMPLATE} if saved & {*PROCESSOR_FILES} else set[str]()
@@ -139,7 +139,7 @@ def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
 def copy_file(path: Path, folder: Path, partial: Path) -> bool:
     """Copies a file of ``folder`` to the same place in ``partial``, unless it is a link out of the folder.
 
-    Any file could be published through such a link. Those of the hub's cache to its own ``blobs`` are followed.
+    Any file could be published through such a link. Links from the hub's cache to its ``blobs`` are followed.
 
     Returns:
         Whether the file was copied.

@@ -66,7 +66,7 @@ def compare_reloaded(compiled: Pruned, folder: Path) -> dict[str, Any]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    release_memory()  # that of the failed attempt, which the error's traceback kept alive
+    release_memory()  # of the failed attempt, which the error's traceback kept alive
     return NO_MEMORY
 
 

@@ -1,9 +1,9 @@
 """Keeps the zeros of N:M weights during training.
 
 After every step of an optimizer, in any training loop, torch calls a hook, which sets those of the optimizer's weights
-that were zero to zero again. The model itself is not changed, so that it compiles and is saved as before. Two other
-ways were measured (``benchmarks/keep_variants.py``): a parametrization changes the names of the weights and loses what
-PEFT merges, and masks on gradients fail with an optimizer that also changes weights whose gradient is zero.
+that were zero to zero again. The model itself is not changed, so that it compiles and is saved as before. Two
+alternatives were measured (``benchmarks/keep_variants.py``): a parametrization changes the names of the weights and
+loses what PEFT merges, and masks on gradients fail with an optimizer that changes weights whose gradient is zero.
 """
 
 import weakref
@@ -38,7 +38,7 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     """Keeps the zeros of every N:M weight of a model while it is trained: each step of an optimizer restores them.
 
     Call it once the weights are loaded. The model may be wrapped before or afterwards (``torch.compile``, DDP,
-    accelerate, PEFT); a copy is another model, which needs a call of its own. The weights are those that
+    accelerate, PEFT); a copy is another model, which needs another call. The weights are those that
     ``permtriton.json`` lists in the folder that the model was loaded from; without that file, every linear and every
     stack of experts whose groups keep N of M values. The zeros of a weight take a byte for each of its values. A kept
     weight may pass through zero, but one that is zero at this call stays zero.
@@ -117,7 +117,7 @@ class MergedAdapter:
 
     Attributes:
         model: the model without adapters, whose weights are N:M.
-        lost: share of the change of the N:M weights by merging, as its squared norm, that fell on zeros and is lost.
+        lost: share of the squared norm of all changes to N:M weights by merging that fell on zeros and is lost.
         lost_by_weight: name -> the same share, for each N:M weight that the adapter changed.
     """
 
@@ -170,7 +170,7 @@ class KeptPattern:
 
         Raises:
             ModelError: ``model`` is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged, such
-                as one of the dense model, of ``modules_to_save``, or on a linear that gathers its input.
+                as one trained on the dense model, in ``modules_to_save``, or on a linear that gathers its input.
         """
         inner: Any = self._model()
         if not hasattr(model, "merge_and_unload") or _unwrapped(model) is not inner:

@@ -15,13 +15,13 @@ from permtriton.model.forward import without_cache
 from permtriton.util.hooks import hooked
 
 # Largest allowed difference between two computations of the same function in different orders, relative to the largest
-# output. The one for float64 is loose because norms and rotary angles are computed in float32 in any model.
+# output. The tolerance of float64 is loose because norms and rotary angles are computed in float32 in any model.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-# If a model amplifies rounding beyond TOLERANCE, NOISE_MARGIN times the change by rounding alone is allowed, at most
-# MOST_ALLOWED. For random orders of several architectures in float32, at most 1.7 times that change was measured.
+# Where TOLERANCE is exceeded, NOISE_MARGIN times the change by rounding alone is allowed, at most MOST_ALLOWED. In
+# float32, random channel orders changed the outputs of several architectures by at most 1.7 times as much as rounding.
 NOISE_MARGIN, MOST_ALLOWED = 10, 1e-2
 
-# Keys of `output_and_states`: transformers' names of hidden states, the one that a head reads, and the embeddings.
+# Names of the states that `output_and_states` returns: transformers' own, the last hidden state, the input embeddings.
 STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 LAST, EMBEDDED = "last_hidden_state", "inputs_embeds"
 
@@ -32,7 +32,7 @@ NOT_IN_HASH = ("_name_or_path", "transformers_version", "dtype", "quantization_c
 
 @torch.no_grad()
 def model_outputs(model: PreTrainedModel, samples: Samples) -> Tensor:
-    """Returns logits or, without a head, the last hidden state, float32 ``[samples, tokens, vocabulary or hidden]``."""
+    """Returns a model's first output, such as logits ``[samples, tokens, vocabulary]``, in float32 on the CPU."""
     with without_cache(model):
         return model(**samples.to(model.device, model.dtype).inputs)[0].float().cpu()
 
@@ -41,14 +41,14 @@ def model_outputs(model: PreTrainedModel, samples: Samples) -> Tensor:
 def output_and_states(
     model: PreTrainedModel, arguments: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Returns a model's first output, and all hidden states that it returns, by their names in the output.
+    """Returns a model's first output, and its hidden states by the names that transformers gives them in the output.
 
     The last hidden state is added as `LAST`, the input embeddings as `EMBEDDED`. All tensors are float32 on the CPU.
     """
     with without_cache(model), recorded_states(model) as last, recorded_embeddings(model) as embedded:
         try:
             result = model(**arguments, output_hidden_states=True)
-        except Exception:  # a class without hidden states may raise any; an error of another cause is raised again here
+        except Exception:  # a class may refuse `output_hidden_states`; an error with another cause is raised again here
             result = model(**arguments)
     named = {name: result[name] or () for name in STATES if isinstance(result, Mapping) and name in result}
     named |= {LAST: last[-1:], EMBEDDED: embedded}
@@ -75,7 +75,7 @@ def same_channels(expected: Tensor, got: Tensor, dtype: torch.dtype) -> bool:
     tokens = tuple(range(expected.ndim - 1))
     size_C, error_C = (values.double().square().mean(tokens).sqrt() for values in (expected, got - expected))
     rounding = TOLERANCE[dtype] * size_C.median()
-    return bool((error_C <= (size_C / 2).clamp_min(rounding)).all())  # NaN, too, is refused
+    return bool((error_C <= (size_C / 2).clamp_min(rounding)).all())  # False for NaN, too
 
 
 @torch.no_grad()
@@ -106,10 +106,14 @@ def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrai
 
     Args:
         before: outputs before the step.
-        run: returns the outputs after it; called again if the first difference is too large.
+        run: returns the outputs after the step; is called again if the first difference is too large.
+        stage: name of the step, with which an error begins.
 
     Returns:
-        The largest difference relative to the largest output.
+        The largest difference, relative to the largest output.
+
+    Raises:
+        VerificationError: the difference is too large.
     """
     difference, dtype = relative_difference(before, run()), model.dtype
     if difference <= TOLERANCE[dtype]:
@@ -148,7 +152,7 @@ def model_hash(model: PreTrainedModel) -> str:
 
 
 def sample_hash(model: nn.Module) -> str:
-    """Returns a hash of a sample of each parameter, which tells apart the states after the steps of a run."""
+    """Returns a hash of a sample of each parameter, which differs after each step of a run."""
     sha256 = hashlib.sha256()
     for name, parameter in model.named_parameters():
         step = parameter.numel() // SAMPLED | 1  # odd: an even stride would read only a few columns of a matrix

@@ -1,4 +1,4 @@
-"""The files that are copied when a pruned model is saved: licences, code, further modules, but no weights."""
+"""The files that are copied when a pruned model is saved: licences, code, and further modules with their weights."""
 
 import json
 from contextlib import suppress
@@ -12,7 +12,7 @@ from permtriton.model.name import DEMO
 from permtriton.model.source import LEGACY_TEMPLATE, MODULES, PROCESSOR_FILES, Source, source_of_loaded
 from permtriton.util.output_files import real_path
 
-# Files that are looked for on the hub, which has no list of them.
+# Files that are looked up on the hub by name, because the files of a repository are not listed.
 ON_HUB = (*PROCESSOR_FILES, LEGACY_TEMPLATE, MODULES, "config_sentence_transformers.json", "sentence_bert_config.json",
           "tokenizer.model", "LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md")  # fmt: skip
 OF_A_MODULE = (CONFIG_FILE, WEIGHTS_FILE, "pytorch_model.bin")
@@ -21,11 +21,11 @@ WRITTEN = ("README.md", CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, "generation_confi
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.pkl",
            "*.np[yz]", "*.index.json", "optimizer*", "scheduler*", "trainer_state.json")  # fmt: skip
 WITH_THE_TOKENIZER = "additional_chat_templates"
-OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weights, or of copies in other formats
+OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weights, or of copies of them
 
 
 def is_embedder(model: PreTrainedModel) -> bool:
-    """Whether a model was loaded from a sentence-transformers folder, whose modules read its hidden states."""
+    """Whether a model was loaded from sentence-transformers, with further modules that read its hidden states."""
     source = source_of_loaded(model)
     if source is None:
         return False
@@ -44,16 +44,17 @@ def module_folders(source: Source) -> list[str]:
 
 
 def fetch_copied_files(source: Source) -> list[str]:
-    """Fetches the files that `copied_files` names from the hub; returns those of `ON_HUB` that it could not look up."""
+    """Fetches from the hub what `copied_files` names; returns the files of `ON_HUB` that could not be looked up."""
     unknown = source.fetch(ON_HUB)
     source.fetch(copied_files(source))
     return unknown
 
 
 def copied_files(source: Source) -> list[str]:
-    """Returns the names of the files to copy when a model is saved; on the hub, not all of them need exist.
+    """Returns the names of the files to copy when a model is saved; of those on the hub, some may not exist.
 
-    In a folder, these are its files except weights and large ones, and all files in the subfolders of `MODULES`.
+    Of a folder, these are all files in the subfolders that `MODULES` lists, and its own files except weights, large,
+    hidden and outdated files, and those that are written anew. A GGUF file and the demo have none.
     """
     if source.gguf is not None or source.name == DEMO:
         return []
@@ -67,7 +68,7 @@ def copied_files(source: Source) -> list[str]:
 
 
 def files_left_out(source: Source) -> list[str]:
-    """Returns the names in a model's folder that are not copied: copies of the weights, large files, subfolders."""
+    """Returns the names in a model's folder that are not copied: other weights, large or outdated files, subfolders."""
     if source.gguf is not None or source.folder is None or source.name == DEMO:
         return []
     weights = (file.name for file in checkpoint_files(source.folder))

@@ -21,7 +21,7 @@ ENCODER_STATE = "encoder_last_hidden_state"  # in the output of an encoder-decod
 
 
 def takes_decoder_ids(model: PreTrainedModel) -> bool:
-    """Whether a model is an encoder-decoder whose decoder reads token ids. Its encoder alone is not one."""
+    """Whether a model is an encoder-decoder whose decoder reads token ids; T5EncoderModel, for example, is not one."""
     if getattr(model.config, "use_decoder_only_language_model", False):  # BLIP-2 with a decoder-only model
         return False
     return DECODER_IDS in inspect.signature(model.forward).parameters
@@ -35,10 +35,10 @@ def divides_text(model: PreTrainedModel) -> bool:
 def core_of(model: PreTrainedModel) -> nn.Module:
     """Returns the module whose first output is the last hidden state: the model without its head.
 
-    It is the decoder where the class with the head holds encoder and decoder side by side, as T5's does.
+    The core is the decoder if the class with the head holds encoder and decoder side by side, as T5's does.
     """
     if is_headless(model) and model.main_input_name not in inspect.signature(model.base_model.forward).parameters:
-        return model  # `base_model` is only a part of it, such as DINOv3's encoder without embeddings
+        return model  # `base_model` is only a part of the model, such as DINOv3's encoder without embeddings
     if model.base_model is not model or not takes_decoder_ids(model) or model.get_output_embeddings() is None:
         return _backbone(model) or model.base_model
     decoder = model.get_decoder()
@@ -72,7 +72,7 @@ def has_head(model: PreTrainedModel) -> bool:
 
 
 def check_towers(model: PreTrainedModel) -> None:
-    """Refuses a model that only compares the outputs of inner models, as CLIP does: it has no last hidden state."""
+    """Refuses a model that only compares the outputs of inner models, as CLIP does: there is no last hidden state."""
     inner = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
     returned = inspect.signature(model.forward).return_annotation
     outputs = [kind for kind in get_args(returned) or (returned,) if dataclasses.is_dataclass(kind)]
@@ -98,7 +98,7 @@ def recorded_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         states.append(output[0])
 
     inner = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
-    backbones = [module for module in inner if module.base_model is module]  # no decoder with a head: it returns logits
+    backbones = [module for module in inner if module.base_model is module]  # a decoder with a head returns logits
     if core_of(model) is model and is_headless(model):
         backbones = [model]  # a model inside it may lack the final norm, as DINOv2's encoder does
     with hooked(module.register_forward_hook(append) for module in backbones or [model]):

@@ -11,11 +11,11 @@ import torch
 from permtriton.errors import ModelError, reading, shown
 from permtriton.model.headers import StoredTensor
 
-# Config entries that count parts, of which config classes make lists; the last alternative fits GGUF's fields.
+# Names of config entries that count parts, for which config classes make lists; the last alternative is for GGUF.
 COUNTS = re.compile(r"(\w+_)?(layers?|depths?|experts?|labels)|.+\.(block|expert)_count")
 MOST_PARTS = 100_000
-MOST_ELEMENTS = 2**43  # if the weights are not at hand
-ELEMENTS_PER_STORED, MORE_ELEMENTS = 16, 2**24  # a packed weight stores fewer elements
+MOST_ELEMENTS = 2**43  # of a model whose weights are not on this machine
+ELEMENTS_PER_STORED, MORE_ELEMENTS = 16, 2**24  # a packed weight stores fewer elements than the model has
 
 
 def check_counts(value: Any, where: str, key: str = "") -> None:
@@ -34,10 +34,10 @@ def build_empty(model_class: Any, config: Any, stored: Mapping[str, StoredTensor
     """Builds a model on the meta device, in eval mode, and refuses one that is far larger than its checkpoint.
 
     Args:
-        stored: tensors of the checkpoint, by name; None if the weights are not at hand.
+        stored: tensors of the checkpoint, by name; None if the weights are not on this machine.
     """
     with reading(f"{name}: {model_class.__name__} cannot be built from config.json", ModelError), torch.device("meta"):
-        model = model_class._from_config(deepcopy(config)).eval()  # _from_config changes it
+        model = model_class._from_config(deepcopy(config)).eval()  # _from_config changes the config
         total = sum(parameter.numel() for parameter in model.parameters())
     most = MOST_ELEMENTS
     if stored is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-GATED, PLAIN, SECOND = "gate_up_proj", "up_proj", "down_proj"  # stacked weights: the first with a gate or without
+GATED, PLAIN, SECOND = "gate_up_proj", "up_proj", "down_proj"  # first weight with a gate, first without; second
 SINGLE = "weight"  # of a module that holds one linear per expert
 MARKS = ("has_gate", "has_bias", "is_transposed")  # what transformers' decorator sets on a class of experts
 PROBE_TOKENS, PROBE_TOP_K, PROBE_LARGEST = 8, 2, 30.0  # inputs so large that a clamp in the activation shows
@@ -41,11 +41,11 @@ class UnstackedExperts(nn.ModuleList):
         return linear
 
     def probe(self, generator: torch.Generator) -> tuple[Any, ...]:
-        """Returns random arguments of ``forward`` for a few tokens, on which both modules can be compared."""
+        """Returns random arguments of ``forward`` for a few tokens, to compare this module with the original one."""
         raise NotImplementedError
 
     def restacked(self) -> nn.Module:
-        """Returns the original module with the present weights of the linears; the linears keep theirs, too."""
+        """Returns the original module with the linears' present weights, which stay in the linears, too."""
         (stacked,) = self._stacked
         for name in self.projections:
             linears = [self.linear(number, name) for number in range(len(self))]
@@ -56,7 +56,7 @@ class UnstackedExperts(nn.ModuleList):
         return stacked.train(self.training)
 
     def _expert(self, number: int, hidden_states: Tensor) -> Tensor:
-        """Applies an expert's linears, and the activation and the gate as the original, which may clamp or scale."""
+        """Applies an expert's linears and, between them, the original's activation, which may gate, clamp or scale."""
         (stacked,), (first, second) = self._stacked, self.projections
         states = self.linear(number, first)(hidden_states)
         if first == PLAIN:
@@ -75,10 +75,10 @@ class UnstackedExperts(nn.ModuleList):
 
 
 class RoutedExperts(UnstackedExperts):
-    """Experts to which a router sends tokens, with routing weights: ``gate_up_proj`` (or ``up_proj``), ``down_proj``.
+    """Experts to which a router sends tokens. Each has linears ``gate_up_proj`` (or ``up_proj``) and ``down_proj``.
 
     Attributes:
-        measuring: whether statistics are taken at present.
+        measuring: whether statistics are being taken.
         all_measured: whether every expert runs on every token while ``measuring``; this does not change the result.
         sent: number of tokens sent to each expert while ``measuring``, and at the end the number of all tokens, int64
             ``[experts + 1]``; None before the first measurement.
@@ -88,7 +88,7 @@ class RoutedExperts(UnstackedExperts):
     sent: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Returns the weighted sum of each token's experts, ``[tokens, hidden]``.
+        """Returns each token's sum of its experts' outputs, times their routing weights, ``[tokens, hidden]``.
 
         Args:
             top_k_index: experts of each token, int64 ``[tokens, k]``; experts outside this module are ignored.
@@ -130,7 +130,7 @@ class RoutedExperts(UnstackedExperts):
 
 
 class BatchedExperts(UnstackedExperts):
-    """Experts whose input is divided among them: each part holds all tokens, times their routing weights."""
+    """Experts whose input has a part for each of them: all tokens, times their routing weights for this expert."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns each expert's output for its part, in the shape of the input, ``[experts * tokens, hidden]``."""
@@ -217,11 +217,7 @@ def bias_of(projection: str) -> str:
 
 
 def is_transposed(experts: nn.Module) -> bool:
-    """Whether weights are stored as ``[experts, in, out]``: as an attribute of the module says, else if only that fits.
-
-    Args:
-        experts: stacked or unstacked.
-    """
+    """Whether (un)stacked weights are ``[experts, in, out]``: by an attribute of their module, else by their shapes."""
     marked = getattr(experts, "is_transposed", None)
     if marked is not None or not hasattr(experts, SECOND):
         return bool(marked)
@@ -231,8 +227,7 @@ def is_transposed(experts: nn.Module) -> bool:
 def fits(stacked: nn.Module, transposed: bool) -> bool:
     """Whether the weights are ``[experts, 2I, hidden]`` (``I`` without a gate) and ``[experts, hidden, I]``.
 
-    Args:
-        transposed: whether the last two dimensions of both are the other way round.
+    With ``transposed``, the last two dimensions of both weights are exchanged.
     """
     names = projections(stacked)
     first, second = (stacked.get_parameter(name).mT if transposed else stacked.get_parameter(name) for name in names)

@@ -1,10 +1,10 @@
 """Mixture-of-experts as linears.
 
 transformers keeps all experts of a layer in two parameters, ``gate_up_proj [E, 2I, H]`` (``up_proj [E, I, H]`` without
-a gate) and ``down_proj [E, H, I]``, in some classes transposed, and their biases in two more; or in two modules with a
-``weight [E, out, in]`` each. `unstack_experts` replaces such a module by one that holds the same storage as
+a gate) and ``down_proj [E, H, I]``, in some classes transposed, and their biases in two more; or in two modules that
+hold one ``weight [E, out, in]`` each. `unstack_experts` replaces such a module by one that holds the same storage as
 ``nn.Linear``s, one or two per expert (see `permtriton.model.expert_linears`), so that tracing, hooks, masks and folding
-treat experts as any other linears. `restack_experts` puts the original module back, with the present weights of the
+treat experts like all other linears. `restack_experts` puts the original module back, with the present weights of the
 linears. Stacked experts are recognised by their structure, and the replacement is checked by its outputs.
 """
 
@@ -66,7 +66,7 @@ def restack_experts(model: nn.Module, kept: Collection[nn.Module] = ()) -> None:
     """Replaces every `UnstackedExperts` but those in ``kept`` by its original module, holding its linears' weights.
 
     The stacked parameters are the same objects as before. Weights are copied only if the linears of a module no longer
-    share a storage, and then one module at a time; its linears are empty afterwards. After an error or an interrupt
+    share a storage, one module at a time. The linears are empty afterwards. After an error or an interrupt
     some modules may still be unstacked: no weight is lost, and another call continues.
     """
     for name, module in list(model.named_modules()):
@@ -102,19 +102,19 @@ def measured_experts(model: nn.Module) -> Iterator[None]:
 
 
 def measure_all_experts(model: nn.Module, all_measured: bool) -> None:
-    """Sets whether unstacked experts run on every token during statistics; refuses True if a model has none."""
+    """Sets whether routed experts run on every token while statistics are taken; refuses True if a model has none."""
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     if all_measured and not experts:
         raise ConfigError(
-            f"`calibrate_all_experts=true` has no effect on a {type(model).__name__}, which sends no token to experts "
-            "that could see all of them: leave it out"
+            f"`calibrate_all_experts=true` has no effect on a {type(model).__name__}, which has no experts "
+            "that see only some of the tokens: leave it out"
         )
     for module in experts:
         module.all_measured = all_measured
 
 
 def stacked_name(model: nn.Module, linear: str) -> str | None:
-    """Returns the name of the stacked parameter that a linear is part of; None for a linear of its own.
+    """Returns the name of the stacked parameter that a linear is part of; None if the linear is no part of one.
 
     ``model.layers.0.mlp.experts.3.gate_up_proj`` is part of ``model.layers.0.mlp.experts.gate_up_proj``, whether
     ``model`` is unstacked at present or not.
@@ -138,7 +138,7 @@ def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | Non
 
 
 def share_sent(model: PreTrainedModel, experts: UnstackedExperts) -> float:
-    """Returns the mean share of all tokens that the config says is sent to an expert; 1 if it says nothing.
+    """Returns the mean share of tokens that an expert gets by the config; 1 if it names none or all get all tokens.
 
     If the config has one number of experts per token for each layer, their mean is taken.
     """
@@ -150,7 +150,7 @@ def share_sent(model: PreTrainedModel, experts: UnstackedExperts) -> float:
 
 
 def _unstacked(module: nn.Module) -> UnstackedExperts | str:
-    """Returns a module of linears in place of stacked experts, or why there can be none."""
+    """Returns a module of linears in place of stacked experts, or why none can be made."""
     if getattr(module, "has_post_expert_norm", False):
         return "it has a norm after each expert, which is not supported"
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -107,7 +107,7 @@ def _end(_module: nn.Module, _inputs: object, output: Any) -> None:
 
 @torch.no_grad()
 def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
-    """Returns samples with known ``tokens`` and ``longest``; to find them, the model runs on the first sample."""
+    """Returns samples with known ``tokens`` and ``longest``; to find them, runs the model on the first sample."""
     if samples.tokens:
         return samples
     try:
@@ -134,7 +134,7 @@ def hidden_states(
     store: Store = MEMORY,
     hidden_of: Callable[[PreTrainedModel, Samples], Tensor] = last_hidden_state,
 ) -> Tensor:
-    """Returns what ``hidden_of`` returns for every sample, ``[samples, tokens, hidden]``, in tensors of ``store``."""
+    """Returns what ``hidden_of`` returns for every sample, ``[samples, tokens, hidden]``, in ``store``."""
     rows_here = ranks.own_rows(len(samples))
 
     def run(size: int) -> Tensor:
@@ -152,7 +152,7 @@ def hidden_states(
 def max_tokens(model: PreTrainedModel) -> int | None:
     """Returns the number of tokens in the longest sequence that the model can take; None if there is no limit.
 
-    In an encoder-decoder that divides a text, this is twice the positions, as encoder and decoder read a half each.
+    In an encoder-decoder that divides a text, this is twice the positions, as encoder and decoder read half of it each.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not limit or limit < 0:

@@ -24,24 +24,24 @@ from permtriton.util.progress import Progress
 
 SUFFIX = ".gguf"
 FACTORS = ("rope_freqs", "rope_factors_")  # prefixes of rotary factors' names (LLaMA 3.1, Phi-3 128k)
-# `_check_rotation` handles the factors; T5's file stores relative positions for cross-attention, which has none.
+# A model need not use these: `_check_rotation` reads the factors, and T5's cross-attention has no relative positions.
 MAY_BE_UNUSED = (*FACTORS, "dec.blk.0.cross_attn_rel_b")
 LLAMA3 = {
     "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
 }  # fmt: skip
-# Values of tokenizer.ggml.pre, which says how a text is split before byte-level BPE, in the groups of llama.cpp: as in
-# LLaMA 3, where a piece that is in the vocabulary needs no merges, and with a token per digit.
+# Values of tokenizer.ggml.pre, which says how a text is split before byte-level BPE, grouped as in llama.cpp: some
+# split as LLaMA 3 does, where a piece in the vocabulary needs no merges; others make each digit a piece.
 SPLIT_AS_LLAMA_3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
 )  # fmt: skip
 SPLIT_DIGITS = ("smollm", "refact", "minerva-7b")  # "starcoder", too, but its class loses the split when it is reloaded
-GEMMA_2_27B = 46  # its number of layers
+GEMMA_2_27B = 46  # number of layers
 ANOTHER = "which makes it another model: give the model in safetensors"
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file, of which only the header was read."""
+    """What is read of a GGUF file: its header, its rotary factors, and which biases are not 0."""
 
     path: Path  # the file
     stored: dict[str, StoredTensor]  # tensor name -> description; its dtype is GGUF's, such as ``Q4_1``
@@ -112,10 +112,10 @@ def check_config(file: GgufFile, config: Any) -> None:
 
 
 def complete_tokenizer(file: GgufFile, tokenizer: Any, progress: Progress) -> None:
-    """Completes the tokenizer that transformers read from a file by what transformers leaves out of it.
+    """Adds to the tokenizer that transformers read from a file what transformers does not read.
 
     LLaMA 3's merges and the split into digits are as in llama.cpp. Qwen's NFC normalization is as in the original
-    tokenizers; llama.cpp has none.
+    tokenizers; llama.cpp does not normalize.
     """
     backend, says = tokenizer.backend_tokenizer, file.header.get
     kind, split = says("tokenizer.ggml.model"), says("tokenizer.ggml.pre")
@@ -195,7 +195,7 @@ def _check_rotation(file: GgufFile, config: Any) -> None:
 def _takes_factors(config: Any, factors: Mapping[str, Sequence[float]]) -> bool:
     """Gives a config the rotary parameters of LLaMA 3.1 if ``factors`` follow from them; returns whether they do.
 
-    Published models differ only in the largest factor.
+    Published models differ only in the largest factor, which is read from ``factors``.
     """
     values, rope = torch.tensor(factors.get("rope_freqs.weight", [])), config.rope_parameters
     if not len(values):
@@ -225,18 +225,18 @@ def read_quickly(file: GgufFile | None, *, words: bool = False) -> Iterator[None
 def _reader(words: bool) -> Any:
     """Returns gguf's reader class, changed so that it refuses truncated files and reads lists fast.
 
-    Element by element, as gguf's own reader does, the 262,144 words of Gemma 3 take half a minute.
+    gguf's own reader reads element by element, which takes half a minute for the 262,144 words of Gemma 3.
 
     Args:
-        words: whether lists of texts are read. Otherwise zeros replace them, which transformers parses faster: only a
-            tokenizer needs its words, but a config needs their number.
+        words: whether to read lists of texts. If not, each text becomes a zero, which transformers parses faster: a
+            config needs only the number of words.
     """
     from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             values = super()._get(offset, dtype, count, override_order)
-            if len(values) < count:  # else gguf would make as many empty reads as a damaged length says
+            if len(values) < count:  # else gguf would read nothing as often as a damaged length says
                 raise ValueError(f"it ends before the {count} values at byte {offset}")
             return values
 

@@ -22,8 +22,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 class StoredTensor:
     """A tensor as its file's header describes it."""
 
-    file: Path  # safetensors file that holds it
-    dtype: str  # safetensors' name of the dtype, such as ``BF16``
+    file: Path  # safetensors or GGUF file that holds it
+    dtype: str  # the file format's name of the dtype, such as ``BF16`` or ``Q4_1``
     shape: tuple[int, ...]  # size of each dimension
 
 

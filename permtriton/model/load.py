@@ -55,9 +55,9 @@ def load_original(
     if saved:
         rehearse_saving(source.name, model, tokenizer)
         if unknown := fetch_copied_files(source.at_commit(model.config)):
-            progress.say(f"{', '.join(unknown)} could not be looked up on the hub: left out if the model has such")
+            progress.say(f"{', '.join(unknown)} could not be looked up on the hub: left out, if the model has them")
         if others := files_left_out(source):
-            progress.say(f"not copied, as only what is no weight comes along: {listed(others)}")
+            progress.say(f"not copied (other weights, large or outdated files, subfolders): {listed(others)}")
     return model, tokenizer
 
 
@@ -109,14 +109,14 @@ def load_model(
         progress.say(f"tensors that {model_class.__name__} does not use are left out: {listed(names)}")
         if unused is not None:
             unused += names
-    if hasattr(model, "ct_decompress_hook"):  # the hook runs when the model is called, but not for a submodule
+    if hasattr(model, "ct_decompress_hook"):  # the hook runs before the whole model, but not before a submodule alone
         model.hf_quantizer.compressor.decompress_model(model)
     check_weights(model)
     return model.to(device).eval()
 
 
 def _options(source: Source, config: Any, device: str, *, dequantize: bool) -> dict[str, Any]:
-    """Returns further arguments of ``from_pretrained``; to dequantize what is not GGUF, it changes ``config``."""
+    """Returns further arguments of ``from_pretrained``; to dequantize other formats than GGUF, changes ``config``."""
     if source.gguf is not None:  # older versions without the class always dequantize
         kind = getattr(transformers, "GgufConfig", None)
         return {} if kind is None else {"quantization_config": kind(dequantize=True)}
@@ -148,11 +148,11 @@ def _left_out(model: PreTrainedModel, stored: Mapping[str, StoredTensor], unused
     """Returns the stored tensors that the class does not use, such as heads, further layers and masks.
 
     Refuses a checkpoint if the model uses a weight, but not the scale or the nonzero bias that belongs to it: without
-    them it would compute something else.
+    these, the model would compute something else.
 
     Args:
-        unused: tensors that transformers' loading info names. It names none of those that a class ignores, such as
-            layers that predict further tokens.
+        unused: tensors that transformers' loading info names. The info leaves out tensors that a class ignores, such
+            as those of layers that predict further tokens.
     """
     inner = f"{model.base_model_prefix}."
     in_model = {name.removeprefix(inner) for name in model.state_dict()}
@@ -180,7 +180,7 @@ def _check_tensors(model: PreTrainedModel, file: GgufFile, unused: set[str]) -> 
     """Refuses a file with tensors that transformers left out, except biases that are 0 and `MAY_BE_UNUSED`.
 
     Args:
-        unused: tensors that transformers' loading info names; for most architectures of GGUF, it names none.
+        unused: tensors that transformers' loading info names; for most architectures of GGUF, the info names none.
     """
     with suppress(ImportError, NotImplementedError):  # raised where the loading info names unused tensors
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
@@ -218,7 +218,7 @@ def stored_tensors(source: Source) -> dict[str, StoredTensor] | None:
         return source.gguf.stored
     if source.folder is not None:
         return read_headers(checkpoint_files(source.folder))
-    with suppress(ModelError, ValueError):  # a ValueError: the hub has no such names
+    with suppress(ModelError, ValueError):  # a ValueError: no model on the hub can have the name
         return read_headers(checkpoint_files(source.snapshot)) if source.snapshot else None
     return None
 

@@ -156,7 +156,7 @@ class SparseLinear(GatheredLinear):
 
     In the packed state ``weight`` is an empty buffer, and the buffers ``weight_values`` and ``weight_positions`` hold
     the weight as described in `permtriton.kernels.packing`. ``weight_compressed``, which is not in the state dict, is
-    the form that cuSPARSELt multiplies many tokens with; see `compress`.
+    the form of the weight in which cuSPARSELt multiplies many tokens, or None; see `compress`.
 
     Attributes:
         gather: gather of the input, or None; see `GatheredLinear`.
@@ -168,7 +168,7 @@ class SparseLinear(GatheredLinear):
     weight_compressed: Tensor | None
     pattern: NMPattern | None = None
     _compresses = False
-    # buffers of the packed weight, and the functions that make them of a weight and a weight of them
+    # buffers of the packed weight; functions that pack a weight into them and unpack it
     _parts: tuple[str, ...] = ("weight_values", "weight_positions")
     _pack: Callable[..., tuple[Tensor, ...]] = staticmethod(pack)
     _unpack: Callable[..., Tensor] = staticmethod(unpack)
@@ -193,9 +193,9 @@ class SparseLinear(GatheredLinear):
         return sparse_linear(x, values, positions, bias, index, self.in_features, self.pattern, compressed)
 
     def pack(self, pattern: NMPattern) -> Self:
-        """Changes to the packed state; `unpack` restores the same weight bit for bit.
+        """Packs a weight that is N:M; `unpack` restores the same weight bit for bit.
 
-        The weight is no Parameter afterwards, so no optimizer may hold it.
+        The weight is then no Parameter any more, so no optimizer may hold it.
         """
         if self.pattern is not None:
             raise ModelError(f"this linear is packed at {self.pattern} already: unpack it first")
@@ -251,7 +251,7 @@ class SparseLinear(GatheredLinear):
         return super().extra_repr() + ("" if self.pattern is None else f", packed={self.pattern}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves and casts the layer. If that changes the values, the compressed form is made again.
+        """Moves and casts the layer. If this replaces the values, the compressed form is made again.
 
         A cast of the compressed form itself would destroy its metadata.
         """
@@ -327,5 +327,5 @@ def from_norm(module: nn.Module, variant: NormVariant, index: Tensor) -> Permute
 
 
 def _on_device_of(weight: Tensor, index: Tensor) -> Tensor:
-    """Returns the index on the weight's device, unless that is the meta device, where its values would be lost."""
+    """Returns the index on the weight's device, unless this is the meta device, on which an index loses its values."""
     return index if weight.is_meta else index.to(weight.device)

@@ -33,7 +33,7 @@ def loading_name(path: str) -> str:
 
 
 def location_of(model: str | Path) -> str:
-    """Returns the name that loads a model; the `Path` of a folder ``demo`` becomes ``./demo``, as `DEMO` is another."""
+    """Returns the name that loads a model; the `Path` of a folder ``demo`` becomes ``./demo``, which is not `DEMO`."""
     return f"./{model}" if isinstance(model, Path) and str(model) == DEMO and model.is_dir() else str(model)
 
 
@@ -48,7 +48,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def checked_token(token: str | None) -> str | None:
-    """Returns a token of the hub without the white space around it, such as the line break at the end of a file."""
+    """Returns a token of the hub without the white space around it; refuses one with characters that no token has."""
     if token is not None and not re.fullmatch(r"[!-~]+", token := token.strip()):
         raise ConfigError("`token=` is empty, or holds a space or a letter that no token of the hub has: check it")
     return token
@@ -60,5 +60,5 @@ def layer_number(module: str) -> int | None:
 
 
 def shared_parts(modules: Iterable[Sequence[str]]) -> list[str]:
-    """Returns the parts with which the names of all modules begin; each name is given as its parts."""
+    """Returns the parts with which the names of all modules begin; each name is a sequence of parts."""
     return [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*modules, strict=False))]

@@ -28,7 +28,7 @@ def zeros_in_groups(weight_CO: Tensor, pattern: NMPattern) -> Tensor:
 
 
 def check_kept(name: str, weight_CO: Tensor, zeros_before: Tensor, pattern: NMPattern, allowed: float = 0.0) -> None:
-    """Checks that a weight keeps as many values in every group as its pattern says, fewer only where it held zeros.
+    """Checks that every group of a weight keeps as many values as the pattern says, or fewer if it held zeros before.
 
     Args:
         weight_CO: pruned weight, ``[in_features, out_features]``.
@@ -39,7 +39,7 @@ def check_kept(name: str, weight_CO: Tensor, zeros_before: Tensor, pattern: NMPa
     short = int((kept + zeros_before < pattern.kept).sum())
     if int(kept.max()) > pattern.kept or short > allowed * kept.numel():
         raise VerificationError(
-            f"{name}: {short} of {kept.numel()} groups keep fewer weights than {pattern} allows, and the fullest one "
-            f"keeps {int(kept.max())}: expected {pattern.kept} in every group without zeros of its own. Nothing was "
+            f"{name}: {short} of {kept.numel()} groups keep fewer weights than {pattern} says, and the fullest one "
+            f"keeps {int(kept.max())}: expected {pattern.kept} in every group that held no zeros before. Nothing was "
             "saved; this is a bug of permtriton, please report it"
         )

@@ -34,7 +34,7 @@ def match_norm(module: nn.Module, channels: int) -> NormVariant | None:
     candidates = [NormVariant(kind, *one) for *one, kind in product(sorted(epsilons), (0.0, 1.0), kinds)]
     probe = copy.deepcopy(module).to_empty(device="cpu").eval()
     try:
-        with torch.device("cpu"):  # the caller may have made meta the default device
+        with torch.device("cpu"):  # the default device may be meta
             differing = {variant: _difference(probe, channels, variant) for variant in candidates}
     except Exception:  # a module that is no norm may raise anything on such an input
         return None

@@ -20,7 +20,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 def is_here(source: Source) -> bool:
     """Returns whether a model's weights are on this machine: in a folder or a file, or in the cache of the hub.
 
-    A folder with a config but without weights does not count: it only tells how large a model would be.
+    A folder with a config but without weights does not count: the config only tells how large a model would be.
     """
     check_folder(source)
     if source.folder is not None and source.gguf is None:

@@ -95,7 +95,7 @@ def compiled_already(name: str) -> ModelError:
 
 
 def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Refuses a model that could not be saved at the end: saves all but its weights, and resolves which are tied.
+    """Refuses a model that could not be saved at the end: saves all but its weights, and resolves its tied weights.
 
     transformers checks some values of configs, and whether a class declares its tied weights, only when it saves.
     """
@@ -114,7 +114,7 @@ def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
 def check_made_by_config(model: PreTrainedModel) -> None:
     """Refuses a model whose parameters differ from those that its class makes: saved, it would load as another model.
 
-    Added modules are accepted, and saved though no class reads them; so are untied weights, which are loaded as such.
+    Accepts added modules, which are saved although no class reads them, and untied weights, which are loaded untied.
     """
     try:
         with torch.device("meta"):

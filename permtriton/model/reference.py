@@ -13,10 +13,10 @@ SEQUENCES, TOKENS = 2, 64
 
 
 class Reference:
-    """Outputs of a dense model on the first calibration samples (of text, their start).
+    """Outputs of a dense model on the first calibration samples, of which texts are cut short.
 
     Attributes:
-        samples: at most `SEQUENCES` samples; texts are cut to at most `TOKENS` tokens.
+        samples: at most `SEQUENCES` samples; texts have at most `TOKENS` tokens.
         output: the dense model's first output on ``samples``, float32 on the CPU.
         unproved: why `check` could not prove that all hidden states have the order of the last one; else empty.
     """
@@ -41,7 +41,7 @@ class Reference:
             )
 
     def check(self, model: PreTrainedModel, stage: str, order: Tensor | None) -> float:
-        """Compares the present output and hidden states of the model with those of the dense model.
+        """Refuses a model whose output or last hidden state differs from the dense model's; sets `unproved`.
 
         Args:
             order: index ``[C]`` of the last hidden state, from the dense model's channels to the present ones; None

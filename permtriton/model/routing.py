@@ -20,7 +20,7 @@ class Routing:
     weights of the chosen experts.
 
     Args:
-        model: model whose experts may be stacked or unstacked, and may change between the two calls.
+        model: model whose experts may be stacked in one call and unstacked in the other.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,7 +55,7 @@ class Routing:
             yield
 
     def _choices(self, hook: Callable[..., Any]) -> AbstractContextManager[None]:
-        """Calls ``hook`` before experts run whose inputs are hidden states, then the numbers of the chosen experts."""
+        """Calls ``hook`` before experts whose first inputs are hidden states and the numbers of the chosen experts."""
 
         def before(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
             chooses = len(inputs) > 1 and isinstance(inputs[1], Tensor) and not inputs[1].is_floating_point()

@@ -16,11 +16,12 @@ from permtriton.model.core import DECODER_IDS, divides_text, takes_decoder_ids
 
 
 def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the arguments of ``forward``; of an encoder-decoder, missing ones of the decoder are added.
+    """Returns the arguments of ``forward``: for an encoder-decoder, with the decoder's ids; else ``inputs`` unchanged.
 
     Args:
-        inputs: ``input_ids`` alone (int64 ``[rows, tokens]``), which are cut in the middle, or in a classifier read by
-            encoder and decoder; or the encoder's inputs with the decoder's ``labels`` or ``decoder_input_ids``.
+        inputs: for an encoder-decoder, ``input_ids`` alone (int64 ``[rows, tokens]``), which are cut in the middle, or
+            read whole by encoder and decoder of a classifier; or the encoder's inputs, and ``decoder_input_ids`` or
+            ``labels``, from which the decoder's ids are made.
     """
     inputs = dict(inputs)
     if not takes_decoder_ids(model):
@@ -59,10 +60,10 @@ def end_token(model: PreTrainedModel) -> int | None:
 
 
 def check_ends(model: PreTrainedModel, samples: Samples) -> None:
-    """Refuses samples without an end token for a classifier that reads the decoder's state at that token, as BART's."""
+    """Refuses samples without the end token at which a classifier's head reads the decoder's state, as BART's does."""
     if (end := end_token(model)) is None:
         return
-    missing = (samples.inputs["input_ids"][:, -2:] != end).all(1)  # a language token may follow it
+    missing = (samples.inputs["input_ids"][:, -2:] != end).all(1)  # a language token may follow the end token
     if bool(missing.any()):
         raise CalibrationError(
             f"{int(missing.sum())} of {len(samples)} sequences do not end with the end token (eos_token_id={end}), "

@@ -12,8 +12,8 @@ from permtriton.model.modules import LINEAR_MODULES
 def shared_linears(model: nn.Module) -> Iterator[None]:
     """Makes linears that hold the same parameters one module inside the ``with`` block.
 
-    transformers ties the parameters of layers that share them, but leaves each layer its own modules. As one module
-    they are calibrated, masked and trained wherever the model uses them. At the end, each layer has its module again.
+    transformers ties the parameters of layers that share them, but leaves each layer separate modules. As one module
+    they are calibrated, masked and trained wherever the model uses them. Linears with hooks stay separate modules.
     """
     first: dict[tuple[object, ...], nn.Module] = {}
     exchanged: list[tuple[nn.Module, str, nn.Module]] = []

@@ -72,7 +72,7 @@ class Source:
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of every ``from_pretrained`` besides the location."""
-        # Absolute: given a name alone, transformers would read weights from a file of that name in the current folder.
+        # Absolute, because transformers would read a file name without a folder from the current folder.
         file = {} if self.gguf is None else {"gguf_file": str(self.gguf.path.absolute())}
         return {"trust_remote_code": self.trust_remote_code, **file, **self.hub}
 
@@ -84,7 +84,7 @@ class Source:
 
     @property
     def described(self) -> str:
-        """The name, and what a GGUF file holds; raises as `gguf`."""
+        """The name, and what a GGUF file holds; raises the errors of `gguf`."""
         if self.gguf is None:
             return self.name
         file = "" if self.gguf_file is None else f" from {self.gguf_file}"
@@ -98,7 +98,7 @@ class Source:
 
     @property
     def snapshot(self) -> Path | None:
-        """The folder; of a hub name, the one in the hub's cache that holds its config, or None if there is none."""
+        """The model's folder or, for a hub name, the folder of its config in the hub's cache; None if there is none."""
         if self.folder is not None:
             return self.folder
         config = try_to_load_from_cache(self.location, CONFIG_FILE, revision=self.revision)
@@ -107,7 +107,7 @@ class Source:
     def find(self, file: str) -> Path | None:
         """Returns the path of ``file`` in the folder, or from the hub or its cache; None if there is none.
 
-        A GGUF file needs no other file.
+        Files beside a GGUF file are not used.
         """
         if self.folder is not None:
             path = Path(self.location, file)
@@ -130,7 +130,7 @@ class Source:
         return [file for file in missing if try_to_load_from_cache(self.location, file, revision=self.revision) is None]
 
     def at_commit(self, config: Any) -> "Source":
-        """Returns the source; where it is a hub name, its revision becomes the commit that was read, if that is known.
+        """Returns the source; the revision of a hub name becomes the commit that was read, if the commit is known.
 
         Args:
             config: config of the model that was read, in which some versions of transformers note the commit.
@@ -148,7 +148,7 @@ def source_of_loaded(model: Any) -> Source | None:
 
 
 def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | PreTrainedModel:
-    """Returns the `Source` of a name or path, or a loaded model itself, which no option of loading may accompany."""
+    """Returns the `Source` of a name or path, or a loaded model itself; refuses options of loading for the latter."""
     if isinstance(model, str | Path):
         return Source(location_of(model), **loading)
     if not isinstance(model, PreTrainedModel):

@@ -37,7 +37,7 @@ def load_processor(source: Source, model: PreTrainedModel, progress: Progress | 
 
 
 def tokenizer_of(processor: Any) -> Any:
-    """Returns the tokenizer of a processor, or None if it has none; a tokenizer as it is."""
+    """Returns a processor's tokenizer, or None if the processor has none; returns a tokenizer unchanged."""
     return getattr(processor, "tokenizer", None) if isinstance(processor, transformers.ProcessorMixin) else processor
 
 
