@@ -1,7 +1,7 @@
 """Recipes, which are named tuples of steps, and the configs that are made from them.
 
-Values come from the defaults of the step or config, from small settings if the model is the demo, from the recipe, and
-from the user; later ones take precedence.
+Values come from the defaults of steps and config, from the recipe, and from the user; later ones take precedence. The
+demo model has small settings in place of defaults.
 """
 
 import shlex

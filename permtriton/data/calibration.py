@@ -53,7 +53,7 @@ def calibration_samples(
         config = replace(config, calibration=calibration)
         return _drawn(config, tokenizer, model, documents), config
     if calibration.one_document:
-        raise ConfigError("`one_document=true` has no effect on samples in memory, which are taken as they are")
+        raise ConfigError("`one_document=true` has no effect on samples in memory, which are taken unchanged")
     needed = calibration.samples if "samples" in overrides else None
     samples = tensors_of(data, model, calibration.samples if isinstance(data, DataLoader) else needed)
     if needed is not None:
@@ -91,7 +91,7 @@ def _drawn(
 def _check_count(source: str, count: int, needed: int) -> None:
     if count < needed:
         raise CalibrationError(
-            f"{source} holds {count} samples, but {needed} are needed: lower `samples=`, or give more"
+            f"{source} holds {count} samples, but {needed} are needed: lower `samples=`, or give more data"
         )
 
 

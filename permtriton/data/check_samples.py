@@ -53,8 +53,8 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
             raise CalibrationError(f"{name}: {bad} of {values.numel()} values are NaN or infinite")
         elif name.endswith("attention_mask") and not bool(values.all()):
             raise CalibrationError(
-                f"{name}: {int((values == 0).sum())} of {values.numel()} positions are padding, which would count like "
-                "all others in what is measured: give samples of one length without padding"
+                f"{name}: {int((values == 0).sum())} of {values.numel()} positions are padding, which would be "
+                "measured like all others: give samples of one length without padding"
             )
     return samples
 

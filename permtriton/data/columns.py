@@ -76,7 +76,7 @@ def documents_in(
     if column not in names:
         raise CalibrationError(
             f"{source} has the columns {shown(list(names))}, not {column}: give text or input_ids, or "
-            "conversations as messages; of calibration data, `text_column=` may name another column"
+            "conversations as messages; for calibration data, `text_column=` may name another column"
         )
     documents = column_of(column)
     if isinstance(documents, list) and None in documents:

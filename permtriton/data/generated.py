@@ -30,7 +30,7 @@ def generation_refusal(model: PreTrainedModel, samples: Samples) -> str:
     if takes_decoder_ids(model):
         return f"{name} is an encoder-decoder, which writes only what belongs to the text that its encoder reads"
     if not model.can_generate():
-        return f"{name} does not write text, token by token"
+        return f"{name} does not generate text token by token"
     if model.main_input_name != "input_ids" or samples.ids is None:
         return f"{name} writes token ids alone, but reads {', '.join(samples.inputs)}"
     return ""

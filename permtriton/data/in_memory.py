@@ -49,8 +49,8 @@ def selected(data: Any, column: str | None = None, split: str | None = None) -> 
         if split not in data:
             got = f"split is {shown(split)}" if split is not None else "no split is named"
             raise CalibrationError(
-                f"{got}, but the dictionary of datasets has {', '.join(data)}: give one of them alone, or, of "
-                "calibration data, its name as `split=`"
+                f"{got}, but the dictionary of datasets has {', '.join(data)}: give one of them alone or, for "
+                "calibration data, name one by `split=`"
             )
         data, split = data[split], None
     if split is not None:

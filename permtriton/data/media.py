@@ -62,7 +62,7 @@ def _stored(source: str, model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _of_loader(loader: DataLoader, model: PreTrainedModel, most: int | None) -> Samples:
-    """Returns the first ``most`` samples of a loader, which are the first item of a batch that is a tuple or list."""
+    """Returns the first ``most`` samples of a loader; of a batch that is a tuple or list, only item 0 is read."""
     batches = list[Samples]()
     for batch in loader:
         batches.append(tensors_of(batch[0] if isinstance(batch, list | tuple) else batch, model))

@@ -149,8 +149,8 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, prog
     size = sum(parameter.nbytes for parameter in model.parameters())
     if model.device.type == "cuda" and size > (free := available_memory(model.device)):
         raise MemoryTooSmallError(
-            f"the dense model {against.name} needs {format_bytes(size)} beside the other, but {format_bytes(free)} are "
-            "free: measure on a CPU, or the perplexity alone (without `against=`)"
+            f"the dense model {against.name} needs {format_bytes(size)} beside the measured one, but "
+            f"{format_bytes(free)} are free: measure on a CPU, or the perplexity alone (without `against=`)"
         )
     progress.say(f"loading {against.described}")
     with progress.stage("load", 0):

@@ -58,5 +58,5 @@ def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
 
 
 def loss_scale(positions: int) -> float:
-    """Returns the loss scale of a mean over ``positions``, against float16 underflow: a power of 2 near the number."""
+    """Returns the loss scale of a mean over ``positions``: a power of 2 near this number, against float16 underflow."""
     return 2.0 ** round(math.log2(positions))

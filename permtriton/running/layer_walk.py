@@ -97,7 +97,7 @@ class LayerWalk:
         return self._walk(_with_weights(self.model, self.plan, weights) if weights else nullcontext, None, False)
 
     def walk_and_change(self, keep: Keep | None = None) -> Iterator[LayerInputs]:
-        """Yields the inputs of each layer's sites; its weights may be changed before the next layer is requested.
+        """Yields the inputs of each layer's sites; a layer's weights may change before the next layer is requested.
 
         The next layer's inputs come from the new weights, so each layer runs once more after its weights were changed.
 

@@ -31,7 +31,8 @@ def mixed_precision(model: nn.Module, enabled: bool = True, *, fixed: bool = Fal
 
     Rounded outputs are returned as float32, so that no other operation of the model sees bfloat16. Backward passes must
     also run inside the context, because they may recompute activations. Nothing is rounded where that is not faster on
-    the device of the first parameter, which is outside the layers that may come to a GPU one by one.
+    the device of the first parameter, which is outside the layers that may come to a GPU one by one; nor are products
+    of fewer than `FEW` rows rounded, unless the weight is rounded once.
 
     Args:
         enabled: False changes nothing.

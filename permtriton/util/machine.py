@@ -136,7 +136,7 @@ def release_memory() -> None:
 def keep_freed_memory() -> None:
     """Lets glibc keep freed memory until `release_memory`: new pages for large tensors would take a tenth of the time.
 
-    The setting applies to the whole process, so only the commands call this function.
+    The setting applies to the whole process: call this function in commands only.
     """
     for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
         _call_glibc("mallopt", option, 1 << 30)

@@ -73,7 +73,7 @@ class Option:
         """Returns a user's value in the option's type; values that `check` refuses may be returned unchanged.
 
         Raises:
-            ConfigError: a string is not what the type needs: a number, truth value or pattern.
+            ConfigError: the text of a number, truth value or pattern cannot be read.
         """
         if self.type is NMPattern and not isinstance(value, NMPattern):
             return NMPattern.parse(value if isinstance(value, str) else shown(value))

@@ -20,7 +20,7 @@ class Store:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def on(self, device: torch.device) -> "Store":
-        """Returns the store for tensors that ``device`` reads repeatedly: its memory, or this store if it onloads."""
+        """Returns the store for tensors that ``device`` reads repeatedly: on it, or this store if it onloads."""
         return self if self.onloads else Store(device)
 
     def moved(self, tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def _checker(form: Any) -> Any:
 
 
 def _words(problem: Any) -> str:
-    """Returns a problem that pydantic reports in one line: its place, the value there, and what was expected."""
+    """Describes in one line a problem from pydantic: its place, the value there, and what was expected."""
     places = [key for key in problem["loc"][1:] if key != "[key]"]
     where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in places).removeprefix(".")
     where = repr(where)[1:-1] or "it"  # a name from a file may hold any characters
