@@ -245,7 +245,7 @@ class Plan:
     def layers(self) -> list[list[Site]]:
         """Returns the sites in execution order, grouped by layer.
 
-        A site outside every layer is a group of its own. So is a site that several layers read, such as the output of
+        A site outside every layer is a separate group. So is a site that several layers read, such as the output of
         an encoder; its group stands before the first of these layers.
         """
         groups: list[list[Site]] = []

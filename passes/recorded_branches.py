@@ -1,4 +1,4 @@
-"""Tells torch.export what a model's code decides by the values of tensors: branches, and which rows it selects.
+"""Tells torch.export which branches a model's code takes, and which rows it selects, by the values of tensors.
 
 The model first runs on a few samples, and every Python value that its code takes from a tensor is recorded (`Answers`).
 If all samples give the same values, such as that nothing is padded, they are returned at the same lines in the export.

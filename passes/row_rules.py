@@ -93,7 +93,7 @@ def joined_weights(c: Channels, weights: Sequence[ParameterValue], dim: int) -> 
 
 
 def index_add(c: Channels, args: Arguments) -> Any:
-    """Adds each row of ``source`` to a row of ``self`` that data decide, so that it may be any row."""
+    """Adds each row of ``source`` to a row of ``self`` that depends on data and may be any row."""
     dim = args["dim"]
     x, index, source = (c.ids_of(args[name]) for name in ("self", "index", "source"))
     if differs(x, dim) or differs(source, dim) or c.any_channel(index):

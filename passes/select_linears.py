@@ -40,7 +40,7 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
 
 
 def check_own_patterns(patterns: Mapping[str, str], chosen: Iterable[str], skipped: Mapping[str, str]) -> None:
-    """Refuses a text that gives no pruned linear its pattern, unless it names a linear that ``ignore`` leaves dense."""
+    """Refuses a text that gives no pruned linear a pattern, unless one of its linears is left dense by ``ignore``."""
     for text in chosen:
         reasons = [skipped.get(name, "") for name in patterns if patterns[name] == text]
         if not reasons:

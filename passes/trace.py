@@ -60,7 +60,7 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> tuple[fx.Gra
             `permtriton.passes.trace_inputs.examples` that the model takes.
 
     Returns:
-        The graph, and the positions among its results of those that callers read. ``graph_module(*inputs)`` returns a
+        The graph, and the positions of those of its results that callers read. ``graph_module(*inputs)`` returns a
         flat tuple: the model's outputs, and at its end the last hidden state, which callers read only where the model
         is one of sentence-transformers. The encoder's last hidden state, which an encoder-decoder with a head returns
         beside its logits, is left out: like the states between layers, it is internal, and its channels may move.

@@ -70,7 +70,7 @@ class Folder:
 
     @property
     def pattern(self) -> NMPattern:
-        """N:M pattern of the pruned weights that have none of their own."""
+        """N:M pattern of the pruned weights that are not in the record's ``patterns``."""
         return NMPattern.parse(self.record["config"]["sparsity"])
 
     @property

@@ -42,7 +42,7 @@ def packed_fp8_writer(source: Folder) -> FormatWriter:
 
 
 class Fp8Writer(FormatWriter):
-    """Stores pruned linears, and the linears beside them, in 8 bits; all other tensors as they are.
+    """Stores pruned linears, and the linears beside them, in 8 bits; all other tensors unchanged.
 
     Linears beside a pruned one are those in the same module of any layer, such as a dense query beside a pruned key:
     inference engines join such linears into one, which must have one dtype.

@@ -44,7 +44,7 @@ class Masks:
             linear: name of a pruned linear, or of a site, whose linears share the order.
 
         Returns:
-            Index, int64 ``[in_features]``, with ``W_saved[:, j] = W_dense[:, index[j]]`` but for pruning.
+            Index, int64 ``[in_features]``: column ``j`` of the saved weight was column ``index[j]`` of the dense one.
 
         Raises:
             ConfigError: there is no such linear or site.

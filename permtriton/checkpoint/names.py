@@ -2,8 +2,8 @@
 
 A model that was published with other names than its class in transformers uses (LLaVA, Qwen2-VL) is saved under the
 published names, so that other programs read it, too. Where transformers does more than rename, such as dividing a
-tensor of query, key and value (NomicBERT) or stacked experts, the published form would not hold the pruned weights as
-they are. Such a model is saved under the names of its modules, which transformers loads as well.
+tensor of query, key and value (NomicBERT) or stacked experts, the published form would not hold the pruned weights
+unchanged. Such a model is saved under the names of its modules, which transformers loads as well.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -98,7 +98,7 @@ def find_name(name: str, known: set[str], model: Any) -> str | None:
 
 
 def _published(model: Any, pruned: Collection[str]) -> dict[str, str]:
-    """Returns pruned parameter -> its published name; empty unless the published form holds all of them as they are."""
+    """Returns pruned parameter -> its published name; empty unless the published form holds all of them unchanged."""
     state = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
     try:
         reverted = _published_state(model, state)

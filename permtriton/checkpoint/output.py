@@ -106,8 +106,8 @@ def locked(output: Path, say: Say) -> Iterator[bool]:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
             raise _not_written(output, error) from error
         say(
-            f"{output.parent} has no file locks ({error.strerror}): see to it that no other process writes "
-            f"{output.name}; what killed runs left there is not removed"
+            f"{output.parent} has no file locks ({error.strerror}): make sure that no other process writes "
+            f"{output.name}; leftovers of killed runs are not removed"
         )
         path.unlink(missing_ok=True)
         yield False

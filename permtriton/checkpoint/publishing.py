@@ -12,7 +12,7 @@ WEIGHTS = ("model.safetensors*", "model-?????-of-?????.safetensors")
 
 
 def make_repository(repo: str, token: str | None, private: bool | None = None) -> str:
-    """Creates a repository if there is none, so that a wrong name or token is found before any work.
+    """Creates a repository if there is none, so that a wrong name or token is refused before any work.
 
     Returns:
         The name with its owner.

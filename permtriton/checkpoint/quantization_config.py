@@ -62,7 +62,7 @@ class Entries(TypedDict):
 
 
 class PermTritonQuantizationConfig(QuantizationConfigMixin):
-    """`Entries` as attributes, checked when they are made; an entry that is missing is empty."""
+    """`Entries` as attributes, checked when they are made; a missing entry becomes an empty mapping."""
 
     format: str
     sparsity: str

@@ -266,14 +266,14 @@ class PermTritonQuantizer(HfQuantizer):
             )
 
     def _target_dtype(self, model: Any, name: str, tensor: Tensor) -> torch.dtype:
-        """Returns the dtype of a loaded tensor: the one in which a class keeps some modules, or that of the model."""
+        """Returns the dtype for a loaded tensor: the one in which the class keeps its module, or the model's."""
         castable = self._dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > 1
         plan = model._get_dtype_plan(self._dtype) if castable else {}
         found = (dtype for part, dtype in plan.items() if re.search(rf"(^|\.){re.escape(part)}(\.|$)", name))
         return next(found, tensor.dtype)
 
     def _keep_or_unpack(self, model: Any, packed: PackedParameter) -> None:
-        """Fills the linear of a parameter that stays packed, else unpacks it; casts parameters that are not in FP8."""
+        """Fills the linear of a parameter that stays packed, or unpacks the parameter; casts it unless it is in FP8."""
         name, entry, pattern = packed.names[0], packed.entry, packed.pattern
         owner, attribute = get_module_from_name(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
@@ -289,7 +289,7 @@ class PermTritonQuantizer(HfQuantizer):
         set_parameter(model, packed.names, nn.Parameter(weight.to(dtype)))
 
     def _update_config(self, model: Any) -> None:
-        """Makes ``quantization_config`` that of the present modules, and removes it from a plain model."""
+        """Sets ``quantization_config`` to the entries of the present modules, and removes it from a plain model."""
         config = checkpoint_config(model, self.quantization_config.sparsity)
         self.remove_quantization_config(model)
         for module in model.modules():

@@ -57,7 +57,7 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
-    """Registers permtriton and removes the finder, if `QUANTIZERS` has its mappings by now. Imports nothing."""
+    """Registers permtriton and removes the finder, but only once `QUANTIZERS` has its mappings. Imports nothing."""
     module = sys.modules.get(QUANTIZERS)
     if not all(hasattr(module, name) for name in MAPPINGS):
         return

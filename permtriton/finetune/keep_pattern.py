@@ -48,9 +48,9 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
 
     Raises:
         ConfigError: ``model`` is no loaded model.
-        ModelError: no weight is N:M, a listed one is not, the model cannot be trained (such as one whose weights are
-            packed, in 8 bits, empty or divided among ranks), or the hub refuses access to the files beside the weights:
-            for a private model, ``HF_TOKEN`` has to be set.
+        ModelError: no weight is N:M, a listed one is not or is missing, an adapter was trained on the dense model, the
+            model cannot be trained (such as one whose weights are packed, in 8 bits, empty or divided among ranks), or
+            the hub refuses access to the files beside the weights: for a private model, ``HF_TOKEN`` has to be set.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -131,7 +131,7 @@ class KeptPattern:
 
     Attributes:
         patterns: name of each weight -> its pattern.
-        record: content of ``permtriton.json`` of what was loaded; None without that file.
+        record: content of the loaded model's ``permtriton.json``; None without this file.
     """
 
     def __init__(self, model: nn.Module, weights: dict[str, _Weight], record: Record | None) -> None:
@@ -143,7 +143,7 @@ class KeptPattern:
 
     @torch.compiler.disable
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Only this optimizer's weights: the backward pass of another model may still need its own unchanged.
+        # Only this optimizer's weights: the backward pass of another model may still need other weights unchanged.
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for weight in self._weights.values():
             if id(weight.parameter) in stepped:
@@ -183,7 +183,7 @@ class KeptPattern:
         for name, module in model.named_modules():
             if ".original_module" in name and id(module) in owners:
                 raise ModelError(
-                    f"{name}: merging puts the copy that modules_to_save trained in its place, whose zeros are not "
+                    f"{name}: merging replaces it by the copy that modules_to_save trained, whose zeros are not "
                     "kept: train it by target_modules in place of modules_to_save"
                 )
             if name.endswith(BASE_LAYER) and is_permuted(module):
@@ -220,7 +220,7 @@ class KeptPattern:
             The absolute path of the folder.
 
         Raises:
-            ModelError: the model was not loaded from a folder that permtriton wrote, or its adapters are not merged.
+            ModelError: the model is gone, was not loaded from permtriton's output, has adapters, or cannot be saved.
             OutputError: the folder exists and may not be replaced, or cannot be written.
             VerificationError: the written checkpoint fails a check; nothing is left behind.
         """
@@ -298,7 +298,7 @@ def _refuse_untrainable(model: nn.Module) -> None:
                 "permtriton export --format dense and load that, or load the folder that was quantized"
             )
         forward = getattr(vars(module).get("forward"), "__module__", "")
-        if is_permuted(module) and forward.startswith("liger_kernel"):  # Trainer put it there before this callback
+        if is_permuted(module) and forward.startswith("liger_kernel"):  # Trainer replaces it before this callback
             raise ModelError(
                 f"{name} permutes channels, and Liger's norm, which runs in its place, does not: give Trainer "
                 "`liger_kernel_config={'rms_norm': False}`, or train a model of the layout portable"

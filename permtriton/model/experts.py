@@ -42,7 +42,7 @@ def unstack_experts(model: nn.Module) -> dict[str, str]:
     """Replaces every module of ``model`` that holds stacked experts by `UnstackedExperts`.
 
     Weights are shared, not copied. Each replacement is compared with the original on a small random input, except on
-    the meta device, where the structure alone decides. A module whose replacement does not match stays as it is.
+    the meta device, where the structure alone decides. A module whose replacement does not match stays.
 
     Returns:
         Name of each parameter that stays stacked, and is therefore not pruned -> the reason.
@@ -138,9 +138,9 @@ def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | Non
 
 
 def share_sent(model: PreTrainedModel, experts: UnstackedExperts) -> float:
-    """Returns the mean share of tokens that an expert gets by the config; 1 if it names none or all get all tokens.
+    """Returns the share of tokens that an expert gets on average, by the config; 1 if the config does not say.
 
-    If the config has one number of experts per token for each layer, their mean is taken.
+    `BatchedExperts` get all tokens. If the numbers of experts per token differ between layers, their mean is taken.
     """
     text = model.config.get_text_config()
     sent = next((number for name in EXPERTS_PER_TOKEN if (number := getattr(text, name, None))), None)

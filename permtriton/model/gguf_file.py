@@ -34,7 +34,7 @@ LLAMA3 = {
 SPLIT_AS_LLAMA_3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
 )  # fmt: skip
-SPLIT_DIGITS = ("smollm", "refact", "minerva-7b")  # "starcoder", too, but its class loses the split when it is reloaded
+SPLIT_DIGITS = ("smollm", "refact", "minerva-7b")  # also "starcoder", but its class loses the split when reloaded
 GEMMA_2_27B = 46  # number of layers
 ANOTHER = "which makes it another model: give the model in safetensors"
 

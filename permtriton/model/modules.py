@@ -147,7 +147,7 @@ class GatheredLinear(_Permuting, nn.Linear):
 
 
 def as_multiplied(linear: nn.Module, x: Tensor) -> Tensor:
-    """Returns a linear's input ``[..., in_features]`` in the order of its weight's columns: gathered, if it gathers."""
+    """Returns a linear's input ``[..., in_features]``, in the order of the weight's columns if the linear gathers."""
     return linear.gather(x) if isinstance(linear, GatheredLinear) and linear.gather is not None else x
 
 
@@ -291,7 +291,7 @@ class SparseLinearFp8(SparseLinear):
         return sparse_linear_fp8(x, values, positions, scale, bias, index, self.in_features, self.pattern)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves the layer; a cast leaves the bytes of the packed weight as they are."""
+        """Moves the layer; a cast does not change the packed weight."""
         if self.pattern is None:
             return super()._apply(fn, recurse)
         values, scale = self.weight_values, self.weight_scale

@@ -13,7 +13,7 @@ DEMO = "demo"
 
 
 def shown_name(model: str, on_hub: bool | None = None) -> str:
-    """Returns the name of a model for others to read: a hub name as it is, a folder without the path to it.
+    """Returns the name of a model for others to read: a hub name unchanged, a folder without the path to it.
 
     Args:
         model: empty for a model that was made in memory, which is called ``MODEL``.
@@ -55,7 +55,7 @@ def checked_token(token: str | None) -> str | None:
 
 
 def layer_number(module: str) -> int | None:
-    """Returns the first number in a module's name, that of its layer: 3 in ``model.layers.3.mlp``; None without one."""
+    """Returns the first number in a module's name, that of its layer: 3 in ``model.layers.3.mlp``; else None."""
     return next((int(part) for part in module.split(".") if part.isdecimal()), None)
 
 

@@ -118,7 +118,7 @@ def check_made_by_config(model: PreTrainedModel) -> None:
     """
     try:
         with torch.device("meta"):
-            made = type(model)._from_config(deepcopy(model.config))  # _from_config changes it
+            made = type(model)._from_config(deepcopy(model.config))  # _from_config changes the config
     except Exception:  # a class may read values, which meta tensors lack; the saved folder is loaded at the end
         return
     expected: dict[str, list[int] | None] = {name: list(weight.shape) for name, weight in made.named_parameters()}
@@ -130,6 +130,6 @@ def check_made_by_config(model: PreTrainedModel) -> None:
             raise ModelError(
                 f"this {type(model).__name__} differs from what its class makes of its config, so that it could not be "
                 f"loaded again: {name} is {shapes.get(name, 'missing or tied')}, expected {shape or 'none'}: "
-                "change the config, give a model of the class that is made so, or undo what changed this one (merge "
+                "change the config, give a model whose class makes these parameters, or undo the changes (merge "
                 "adapters, remove parametrizations, compile no module inside)"
             )

@@ -35,7 +35,7 @@ class Routing:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Replays the recorded choices inside the ``with`` block; the model must be called with the same token ids."""
+        """Replays the recorded choices inside the ``with`` block; the model must be called with the same inputs."""
         remaining = list(self._chosen)
 
         def replay(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -77,7 +77,7 @@ def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrain
 def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuses a vocabulary of special tokens only, which transformers makes up where no file holds one."""
     vocabulary: dict[str, int] = {}
-    with suppress(NotImplementedError):  # a tokenizer with code of its own
+    with suppress(NotImplementedError):  # a tokenizer with custom code
         vocabulary = tokenizer.get_vocab()
     added = getattr(tokenizer, "added_tokens_encoder", {})
     if vocabulary and {*vocabulary} <= {*tokenizer.all_special_tokens, *added, "\u2581"}:  # SentencePiece's space
