@@ -95,8 +95,8 @@ def compile(
         trust_remote_code: whether code that comes with the model may run.
         gguf_file: name of a GGUF file in the folder or the hub repository, whose weights are read and dequantized.
         revision: branch, tag or commit of a model on the hub; None for its main branch.
-        token: token of the hub, for reading the model and publishing; None for that of ``hf auth login`` or
-            ``HF_TOKEN``, which is used for datasets, too. It is never printed or saved.
+        token: token of the hub, for reading the model and publishing; None for the token of ``hf auth login``
+            or ``HF_TOKEN``, which is used for datasets, too. It is never printed or saved.
         output: folder to write the model to. States of long stages are kept beside it, so that after an interruption
             the same call continues. None writes nothing.
         save_format: format of ``output``, as ``format`` of `CompiledModel.save_pretrained`.
@@ -243,7 +243,7 @@ def evaluate(
     """Measures a model, dense or compiled in any format: perplexity, distance from the dense model, zero-shot tasks.
 
     Args:
-        model: folder, hub name or ``demo``, or a loaded model, which is measured as it is.
+        model: folder, hub name or ``demo``, or a loaded model, which is measured unchanged.
         eval_data: held-out text: ``wikitext2``, ``c4``, ``demo``, a file, or ``none`` for tasks alone; or
             texts, token ids or tensors in memory, as `permtriton.compile` takes them. None for ``demo`` with the demo
             model, else ``wikitext2``.

@@ -57,10 +57,10 @@ class VerificationError(PermTritonError):
 
 @contextmanager
 def reading(what: str, kind: type[PermTritonError]) -> Iterator[None]:
-    """Turns what other libraries raise inside the ``with`` block, while they read what a user gave, into our own error.
+    """Turns exceptions of other libraries, which read a user's input inside the ``with`` block, into our own error.
 
-    For a damaged or hostile file they raise any exception; a panic of Rust code is not even an ``Exception``. Our own
-    errors and interruptions pass through unchanged.
+    A damaged or hostile file may cause any exception; a panic of Rust code is not even an ``Exception``. Our own errors
+    and interruptions pass through unchanged.
 
     Args:
         what: start of the message, which names the file and says what cannot be done with it.

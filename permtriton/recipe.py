@@ -177,7 +177,7 @@ def config_from(
     Args:
         options: values by option name (dashes or underscores), such as ``{"samples": 64, "learn_epochs": 5}``;
             strings are read as on the command line.
-        recipe: as `recipe_of` takes it; None for that of the options, or the default.
+        recipe: as `recipe_of` takes it; None for ``recipe`` in the options, or the default recipe.
         model: name of the model; ``demo`` has small settings of its own.
         in_8_bits: whether a recipe that is a key of `RECIPES` ends with the step that rounds weights to 8 bits.
 
@@ -258,7 +258,7 @@ def check_recipe(config: CompileConfig) -> None:
 
 
 def defaults(option: Option) -> str:
-    """Returns an option's default and those of the recipes that differ, such as ``50; demo model: 12``."""
+    """Returns an option's default, and different defaults of recipes and the demo, as ``50; demo model: 12``."""
     texts = [("", option.default)]
     for name, recipe in RECIPES.items():
         for step in recipe.steps:

@@ -72,7 +72,7 @@ def line_of_ids_without(samples: Samples, tokenizer: Processor | None) -> str:
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Returns how many token ids a model knows: the number of rows of its smallest embedding.
+    """Returns the size of a model's vocabulary: the number of rows of its smallest embedding.
 
     If the model names no embedding, as some models of characters or speech do, the config's ``vocab_size`` counts.
     """

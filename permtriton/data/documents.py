@@ -100,7 +100,7 @@ def _from_hub(name: str, arguments: dict) -> "Dataset":
 
 
 def _is_dataset(source: str) -> bool:
-    """Whether a name can only be that of a dataset on the hub: it has an owner, has no file suffix and is no path."""
+    """Whether a name can only denote a dataset on the hub: it has an owner and no file suffix, and is no path."""
     return is_hub_name(source) and "/" in source and Path(source).suffix not in SUFFIXES
 
 

@@ -20,7 +20,7 @@ from permtriton.util.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.util.progress import Advance, Progress
 
 BEGINNING = 8  # ratio of a text's length to the length of its beginning, which is calibration text
-KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
+KEPT = 0.9  # share of the texts that are kept: the texts with the lowest perplexity
 AT_ONCE = 4 * 2**30  # most bytes in memory for texts that are written together; a single text may take more
 
 
@@ -47,7 +47,7 @@ def kept_of_text(model: PreTrainedModel, tokens: int) -> int:
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     cached = 2 * size * int(getattr(text, "num_key_value_heads", None) or heads)  # keys and values
-    if latent := getattr(text, "kv_lora_rank", None):  # DeepSeek computes keys and values from it
+    if latent := getattr(text, "kv_lora_rank", None):  # DeepSeek computes keys and values from a latent
         cached = latent + text.qk_rope_head_dim
     logits = vocabulary_of(model) * (2 * 4 + 3 * 8)  # two float32 tensors, and `_Drawing`: up to three of float64
     return tokens * text.num_hidden_layers * cached * model.dtype.itemsize + logits
@@ -76,7 +76,7 @@ def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:
 def generated_text(
     model: PreTrainedModel, starts: Tensor, count: int, tokens: int, seed: int, progress: Progress
 ) -> Tensor:
-    """Writes texts at temperature 1, with a cache of keys and values; leaves out those of the highest perplexity.
+    """Writes texts at temperature 1, with a cache of keys and values; returns the ``count`` of the lowest perplexity.
 
     Up to rounding, a text depends only on its beginning, the seed and its number, not on how many texts are written
     together or on the number of ranks, which share the texts.

@@ -60,7 +60,7 @@ class Samples:
 
     @property
     def ids(self) -> Tensor | None:
-        """The token ids, int64 ``[samples, tokens]``; None where there is anything else."""
+        """The token ids, int64 ``[samples, tokens]``; None if ``inputs`` hold anything else."""
         return self.inputs["input_ids"] if list(self.inputs) == ["input_ids"] else None
 
     @property

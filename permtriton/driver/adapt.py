@@ -28,7 +28,7 @@ from permtriton.util.output_files import real_path
 WEIGHTS = "adapter_model.safetensors"
 OF_PLAN = ("sparsity", "pattern", "o_proj", "skip_indivisible", "targets", "ignore")  # options that change the plan
 CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq")  # initializations that change the dense weights, too
-# tensors that PEFT adds beside a weight, which have channels
+# tensors with channels that PEFT adds beside a weight
 FACTORS = ("lora_A", "lora_B", "lora_embedding_B", "lora_magnitude_vector")
 READ_STATES = ("score", "classifier", "qa_outputs", "summary")  # heads that the class of the folder's model may lack
 
@@ -86,7 +86,7 @@ def _settings(adapter: Path, to: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Order:
-    folds: dict[str, list[Fold]]  # name of a parameter -> its reorderings; a tied one has several names
+    folds: dict[str, list[Fold]]  # name of a parameter -> its reorderings; a tied parameter has several names
     transposed: set[str]  # linears and embeddings whose weight is ``[in, out]``
     prefix: str  # name of the base model in the model
     hidden: Tensor | None  # order of the last hidden state's channels; None where they did not move

@@ -48,7 +48,7 @@ class Forecast:
     seconds: Mapping[str, float]  # stage -> expected time in seconds; empty where no time was estimated
     refused: str  # why the memory is too small; empty if it is not
     devices: Devices  # what the compilation runs on
-    assumed: str = ""  # the assumptions behind seconds that were not measured; empty if they were
+    assumed: str = ""  # the assumptions behind ``seconds``; empty if a pass was measured
 
     def rows(self, folder: Path | None) -> Iterator[tuple[str, str]]:
         """Yields the name and the value of each need; ``folder`` is the output's, or None without an output."""
@@ -70,7 +70,7 @@ class Forecast:
 def make_forecast(
     start: Planned, memory: MemoryEstimate, devices: Devices, save_format: str | None, *, timed: bool
 ) -> Forecast:
-    """Returns what a compilation needs; the model is unchanged afterwards.
+    """Returns what a compilation needs; does not change the model.
 
     Args:
         timed: whether to estimate the time, if the memory is enough: from a pass over a short sequence if the model is

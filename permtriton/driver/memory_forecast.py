@@ -31,7 +31,7 @@ class Devices:
     """What a compilation runs on."""
 
     kind: str  # ``cpu`` or ``cuda``
-    count: int  # number of processes, each with a device of its own; on a CPU, processes share the memory
+    count: int  # number of processes, one per GPU; on a CPU, processes share the memory
     free: int  # bytes that are free for each process
     # how the model may be placed; memory decides between several placements
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)

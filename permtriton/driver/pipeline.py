@@ -69,9 +69,9 @@ def compile_model(
     resume_path: Path | None = None,
     **inputs: Any,
 ) -> CompiledModel:
-    """Calls `compile_loaded` with further `CompileInputs`, on ``ids`` or on samples that the config names.
+    """Calls `compile_loaded` on ``ids`` or, if they are None, on samples that the config names.
 
-    ``resume_path`` is that of `permtriton.running.resume.Workspace`.
+    ``inputs`` are further `CompileInputs`; ``resume_path`` is as in `permtriton.running.resume.Workspace`.
     """
     config = config or config_from()
     check_original(model)

@@ -136,7 +136,7 @@ def _generated(start: Planned, placement: ModelPlacement) -> Tensor:
             ids = stored[0]["text"]
         else:
             starts = beginnings(samples, config.generated, max(samples.tokens // BEGINNING, 1))
-            # If layers come to the GPU one by one, it may have no room for a rounded copy of the weights.
+            # If layers come to the GPU one by one, the GPU may have no room for a rounded copy of the weights.
             rounds = config.mixed_precision and placement.kind is not DevicePlacement.ONLOADED
             with placement.writing(start.model), mixed_precision(start.model, rounds, fixed=True):
                 texts = generated_text(start.model, starts, *shape, config.seed, workspace.progress)

@@ -82,7 +82,7 @@ class CompiledModel(Pruned):
 
     @property
     def masks(self) -> Masks:
-        """The masks and the orders of all pruned linears; `permtriton.read_masks` reads those of a folder."""
+        """The masks and the orders of all pruned linears; `permtriton.read_masks` reads the masks of a folder."""
         return Masks(self.report, pruned_parameters(self.model, self.plan), self.model.get_parameter)
 
     def mask(self, linear: str, order: Order = "dense") -> Tensor:
@@ -90,8 +90,8 @@ class CompiledModel(Pruned):
 
         Args:
             linear: name of the linear, such as ``model.layers.0.mlp.down_proj``.
-            order: ``dense`` for the dense model's order of rows and columns, ``saved`` for that of the weight, in which
-                the groups of N:M are consecutive.
+            order: ``dense`` for the dense model's order of rows and columns, ``saved`` for the saved weight's order, in
+                which the groups of N:M are consecutive.
 
         Raises:
             ConfigError: there is no such linear, or ``order`` has another value.

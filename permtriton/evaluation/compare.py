@@ -37,7 +37,7 @@ from permtriton.util.output_files import check_report_file, real_path, write_rep
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
-if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
+if TYPE_CHECKING:  # the import of lm_eval takes seconds
     from permtriton.evaluation.tasks import Tasks
 
 REPORT_KEYS = ("measure", "patterns", "rows", "versions")
@@ -118,7 +118,7 @@ def compare(
 def _rows(
     model: str, args: CompareArgs, user_options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], list[RowConfig]]]:
-    """Returns the options of all rows, with those of a file and a protocol, and a function from options to rows."""
+    """Returns the options of all rows (user's, file's and protocol's), and a function that makes rows of options."""
     patterns = [NMPattern.parse(str(pattern)) for pattern in _parts(args.sparsity, "sparsity")]
     if len(patterns) == 1:  # a single pattern is an ordinary option
         user_options, patterns = {**user_options, "sparsity": patterns[0]}, []

@@ -107,7 +107,7 @@ def settings_of(method: Method) -> dict[str, Any]:
 
 
 def _name(method: Method) -> str:
-    """Returns the name of a method; that of a list of steps includes the options that differ from their defaults."""
+    """Returns the name of a method; for a list of steps, it includes options that differ from their defaults."""
     return method if isinstance(method, str) else JOINED.join(map(_step_name, method))
 
 

@@ -30,8 +30,8 @@ class Measured(Distances):
     cosine: float  # never None, because a comparison always has a dense model
     # zero-shot score by the task's name and the metric's, such as ``arc_easy acc``; None where it is no finite number
     tasks: dict[str, float | None]
-    # mean of ``acc`` over the tasks that have this metric, a group with a score of its own counting as one; None for
-    # fewer than two such tasks, or if one accuracy is no finite number
+    # mean of ``acc`` over the tasks that have this metric; a group that has a score counts as one task. None for fewer
+    # than two such tasks, or if one accuracy is no finite number
     accuracy: float | None
     seconds: float  # time of compilation and evaluation together
     compile_seconds: float  # time of the compilation alone
@@ -104,7 +104,7 @@ class Row(TypedDict):
     values: Annotated[list[float], Field(min_length=1)]  # held-out perplexity (cosine for encoders) with each seed
     mean: float
     spread: float  # sample standard deviation of the values; 0 with one seed
-    tasks: dict[str, float | None]  # mean of each score of `Measured`; None where it is None with a seed
+    tasks: dict[str, float | None]  # mean of each score of `Measured`; None if it is None with any seed
     seconds: float  # time of all seeds together, with the evaluation
     compile_seconds: float | None  # the same without the evaluation
     peak_bytes: int | None  # the highest of all seeds; None where one is unknown

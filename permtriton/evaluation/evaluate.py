@@ -33,7 +33,7 @@ from permtriton.util.machine import available_memory, device_name, format_bytes
 from permtriton.util.permutation import is_permutation
 from permtriton.util.progress import Progress
 
-if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
+if TYPE_CHECKING:  # the import of lm_eval takes seconds
     from permtriton.evaluation.tasks import TaskResult, Tasks
 
 Model: TypeAlias = PreTrainedModel | str | Path
@@ -191,7 +191,7 @@ def measure_model(  # noqa: PLR0913
     batch: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluated:
-    """Measures a model, dense or compiled in any format, as it is in memory, but without dropout.
+    """Measures a model in memory, dense or compiled in any format, without dropout.
 
     Args:
         held_out: held-out token ids, int64 ``[windows, tokens]``, or other samples as `permtriton.compile` takes them;

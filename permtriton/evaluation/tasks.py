@@ -76,7 +76,7 @@ class Tasks:
         names: names of tasks, groups or tags, which may have wildcards.
         limit: documents per task; None for all.
         folder: folder with more tasks: YAML files as lm-eval takes them, in which paths are relative to this folder. If
-            the folder has all of ``names``, lm-eval's own tasks are not read. A task may run code of its own.
+            the folder has all of ``names``, lm-eval's own tasks are not read. A task may run code.
     """
 
     def __init__(self, names: Sequence[str], limit: int | None = None, folder: Path | None = None) -> None:
@@ -139,7 +139,7 @@ class Tasks:
                 groups.get(name),
             )
             for name, values in results["results"].items()
-            if "sample_len" in values  # absent in a group without a score of its own
+            if "sample_len" in values  # absent in a group that has no score
         )
 
 

@@ -35,7 +35,7 @@ class KeptOutputs:
         self._changing = {linear_module(model, linear) for site in sites for linear in site.linears}
         self._modules = [model.get_submodule(inner) for inner in _keepable(model, name, sites)] if keep else []
         self._outputs: dict[tuple[nn.Module, tuple[int, ...]], tuple[Any, list[int]]] = {}
-        self._final = True  # whether all pruned linears that ran so far in the present run have final weights
+        self._final = True  # whether all pruned linears that have run in the present run have final weights
 
     def finish(self, sites: Iterable[Site]) -> None:
         self._changing -= {linear_module(self._model, linear) for site in sites for linear in site.linears}

@@ -68,7 +68,7 @@ class LayerCalls:
         self.layer, self._device = layer, device
         self.form: Frame | None = None
         self.together = False
-        self._arguments: list[Frame] = []  # per call; a value that equals that of the first call is stored once
+        self._arguments: list[Frame] = []  # per call; a value that equals the first call's value is stored once
 
     def add(self, call: _Call) -> None:
         assert call.arguments is not None

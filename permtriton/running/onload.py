@@ -65,9 +65,9 @@ class _Copy:
 
 
 class _Copies:
-    """Copies of parameters on a device: of those outside of layers, and of one layer at a time.
+    """Copies of parameters on a device: of all parameters outside of layers, and of one layer at a time.
 
-    A layer may run with the values of two models in turn. Each model's values have a copy, found by host address.
+    A layer may run with the values of two models in turn. Each model's values have a copy, under their host address.
     """
 
     def __init__(self, device: torch.device, outside: set[nn.Parameter]) -> None:

@@ -72,7 +72,7 @@ class StateFile:
         return str(saved_inputs.get("machine"))
 
     def read(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Returns the tensors and the values of the state, or None where there is no file. The first rank reads it."""
+        """Returns the tensors and values of the state, or None if there is no file. The first rank reads the file."""
         path, tensors = self.path, dict[str, Tensor]()
         if path is None:
             return None

@@ -41,7 +41,7 @@ def visible(character: str) -> str:
 
 
 def discard(stream: IO[str]) -> None:
-    """Discards what a stream still holds and all that is written to it later, so that no later write fails."""
+    """Discards the buffered and all later output of a stream, so that no later write fails."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, stream.fileno())
     os.close(nothing)

@@ -1,4 +1,4 @@
-"""The packages of each extra, and the error where one is missing."""
+"""The packages of each extra, and the error if a package is missing."""
 
 from importlib.util import find_spec
 
@@ -9,7 +9,7 @@ from permtriton.errors import MissingExtraError
 RELEASE = "."  # what pip installs
 HOME = ""  # address of the repository
 
-# Extra of pyproject.toml -> the modules that it is for.
+# Extra of pyproject.toml -> modules that it installs.
 EXTRAS = {
     "data": ("datasets", "pyarrow"),
     "fp8": ("compressed_tensors",),
@@ -28,7 +28,7 @@ WHERE = " in the checkout of permtriton" * (RELEASE == ".")
 
 
 def require(what: str, *modules: str) -> None:
-    """Raises a `MissingExtraError` if one of the ``modules`` that the work ``what`` needs is not installed."""
+    """Raises a `MissingExtraError` if a module is not installed; ``what`` names the work that needs ``modules``."""
     for module in modules:
         if find_spec(module) is None:
             extra = next(extra for extra, known in EXTRAS.items() if module in known)

@@ -60,7 +60,7 @@ def device_name(device: torch.device) -> str:
 
 def processor() -> Mapping[str, Any]:
     """Returns what torch knows of the processor: ``cpu_name``, and whether it has units such as ``avx512_bf16``."""
-    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # some versions from 2.11 on lack it
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # missing in some versions from 2.11 on
     return known
 
 
@@ -89,7 +89,7 @@ def available_memory(device: torch.device, *, proc: Path = PROC, cgroups: Path =
         gc.collect()
         torch.cuda.empty_cache()  # the driver counts memory that torch keeps for its next tensors as used
         return torch.cuda.mem_get_info(device)[0]
-    import psutil  # the GPU benchmark runs where it is not installed
+    import psutil  # the GPU benchmark runs without psutil
 
     return max(min([psutil.virtual_memory().available, *_left_in_groups(proc, cgroups)]), 0)
 
@@ -164,7 +164,7 @@ def peak_memory(device: torch.device) -> int:
     """Returns the peak memory in bytes: of torch on the GPU, or of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with suppress(OSError, KeyError):  # the fallback below counts from the start of the process, whatever was reset
+    with suppress(OSError, KeyError):  # the fallback below ignores `reset_peak_memory`
         return _fields(PROC / "self" / "status")["VmHWM:"] * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

@@ -22,10 +22,10 @@ class Option:
     field: str  # name of the field
     type: Any  # type of the value; a ``Literal`` lists the choices
     default: Any  # value where neither the user nor the recipe gives one
-    help: str  # what it sets, in a sentence or two
-    panel: str  # its heading in ``--help-all`` and docs/options.md
+    help: str  # what the option sets, in a sentence or two
+    panel: str  # heading of the option in ``--help-all`` and docs/options.md
     step: str = ""  # name of the step that has the option; empty for an option of the whole compilation
-    prefix: str = ""  # what its name begins with: the step's prefix and an underscore
+    prefix: str = ""  # beginning of the option's name: the step's prefix and an underscore
     minimum: float = 0
     maximum: float = sys.float_info.max  # by default, every finite number is allowed
     positive: bool = False  # whether the number must be greater than 0
@@ -33,7 +33,7 @@ class Option:
     values: str = ""  # allowed values in words, if type, choices and limits do not describe them
     # name of another option -> its values with which this option has an effect; empty if it always has an effect
     needs: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict, hash=False)
-    gradients: bool = False  # whether only steps that compute gradients read it
+    gradients: bool = False  # whether only steps that compute gradients read the option
 
     @property
     def name(self) -> str:

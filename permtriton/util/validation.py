@@ -16,7 +16,7 @@ def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) 
         form: a ``TypedDict``, or any other type that pydantic knows.
         refuse: returns the error for a problem, such as ``sites[0].index is 7, expected a valid list``.
     """
-    from pydantic import ValidationError  # late, because it takes time that `permtriton --help` must not
+    from pydantic import ValidationError  # late: `permtriton --help` must not wait for the import
 
     try:
         (value,) = _checker(form).validate_python([content])  # type: ignore[arg-type]
