@@ -122,7 +122,7 @@ def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrai
     allowed = max(TOLERANCE[dtype], min(NOISE_MARGIN * noise, MOST_ALLOWED))
     if not difference <= allowed:  # NaN, too, is refused
         raise VerificationError(
-            f"{stage}: outputs differ by {difference:.1e} of their size, but at most {allowed:.0e} is allowed in "
+            f"{stage}: outputs differ by {difference:.1e} of the largest, but at most {allowed:.0e} is allowed in "
             f"{dtype}, in which rounding alone changes them by about {noise:.0e}. Nothing was saved; "
             + (
                 "a wider dtype (`dtype=float32`) may show that only rounding differs"

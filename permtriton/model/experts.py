@@ -171,7 +171,7 @@ def _unstacked(module: nn.Module) -> UnstackedExperts | str:
         return f"its weights are {' and '.join(sorted(map(str, dtypes)))}"
     form = FORMS.get(arguments_of(module))
     if form is None or (form is SortedLinears) != (len(names) == 1):
-        return f"its arguments are not {', '.join(next(iter(FORMS)))}"
+        return f"its arguments are not those of known experts, such as {', '.join(next(iter(FORMS)))}"
     unstacked = form(module)
     return _mismatch(module, unstacked) or unstacked
 
