@@ -287,8 +287,9 @@ def with_suggested(config: CompileConfig, overrides: Container[str]) -> CompileC
 
 
 def _with(part: Part, values: Mapping[str, Any]) -> Part:
-    """Returns a step, or the options of calibration, with values by option name."""
-    return replace(part, **fields_of(type(part), values))  # type: ignore[type-var]
+    """Returns a step, or the options of calibration, with values by option name; ``part`` itself if it has them."""
+    changes = {field: value for field, value in fields_of(type(part), values).items() if getattr(part, field) != value}
+    return replace(part, **changes) if changes else part  # type: ignore[type-var]
 
 
 def check_effects(names: Iterable[str], config: CompileConfig) -> None:

@@ -1,7 +1,5 @@
 """A folder that says that it is N:M and is not is named, whoever changed it."""
 
-import json
-
 import pytest
 import torch
 
@@ -46,11 +44,15 @@ def test_every_format_is_taken_for_what_it_is(folder, tmp_path):
 
 
 def test_patterns_of_their_own_count(folder):
-    record = json.loads((folder / "permtriton.json").read_text())
     folders.change_tensor(LAST_UP, lambda weight: torch.where(torch.arange(64) % 8 < 4, 1.0, 0.0) * (weight * 0 + 1))(
         folder
     )
     assert "warning" in said(folder)
     folders.edit_json(folder / "permtriton.json", lambda content: content.update(patterns={LAST_UP: "4:8"}))
     assert "warning" not in said(folder)
-    assert record
+
+
+def test_a_dimension_that_a_weight_does_not_have_is_refused(folder):
+    folders.edit_json(folder / "permtriton.json", lambda content: content["pruned_weights"].update({LAST_UP: 7}))
+    with pytest.raises(permtriton.PermTritonError, match=f"{LAST_UP} as pruned along dimension 7"):
+        said(folder)

@@ -124,6 +124,13 @@ class Folder:
         weight = unpack_fp8(values, positions, self.scale(name), entry["shape"][1], pattern)
         return weight.to(self._read(name).dtype)
 
+    def kept(self, name: str) -> Tensor:
+        """Returns which weights of a parameter are not zero, a boolean tensor of the parameter's shape.
+
+        Weights in 8 bits are not multiplied by their scales, with which the smallest ones would be zero in float16.
+        """
+        return (self._read(name).float() if self._is_scaled(name) else self.tensor(name)) != 0
+
     def scale(self, name: str) -> Tensor:
         """Returns the stored scales of the rows of a weight in 8 bits: ``[out]`` if it is packed, else ``[out, 1]``."""
         return self._read(f"{name}_scale")
@@ -141,6 +148,8 @@ class Folder:
         return self._is_compressed and self.stored[name].dtype == "F8_E4M3"
 
     def _read(self, name: str) -> Tensor:
+        if name not in self.stored:
+            raise ModelError(f"{self.path} holds no tensor {name}: the folder is damaged")
         file = self.stored[name].file
         with reading(f"{file}: {name} cannot be read, the file is damaged", ModelError):
             if file != self._open[0]:  # one at a time, because the pages that were read of a file count as memory

@@ -79,8 +79,8 @@ class FormatWriter:
     def verify(self, written: Folder, progress: Progress) -> None:
         """Compares every tensor that was written with the one that was read, bit by bit.
 
-        Weights in 8 bits are compared with what was read, rounded with their scales. They must be finite and, if they
-        are pruned, N:M.
+        Weights in 8 bits are compared with what was read, rounded with the scales that were written, and the scales
+        are not computed again. They must be finite and, if they are pruned, N:M.
         """
         names = self.source.names()
         if differing := sorted(set(names) ^ set(written.names())):

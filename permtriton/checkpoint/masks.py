@@ -25,7 +25,8 @@ class Masks:
     Attributes:
         record: content of ``permtriton.json``.
         pruned: pruned parameter -> its input dimension and pattern.
-        read: returns the parameter of a name, in the shape that it has in the model.
+        read: returns the parameter of a name, or which of its weights are not zero, in the shape that it has in the
+            model.
     """
 
     record: Mapping[str, Any]
@@ -108,4 +109,4 @@ def read_masks(folder: str | Path) -> Masks:
 
 
 def masks_of(folder: Folder) -> Masks:
-    return Masks(folder.record, folder.pruned, folder.tensor)
+    return Masks(folder.record, folder.pruned, folder.kept)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from permtriton.checkpoint.names import loaded_names, resolve_name
 from permtriton.checkpoint.read_record import Record, recorded_weights
-from permtriton.errors import listed
+from permtriton.errors import ModelError, listed
 from permtriton.model.expert_linears import input_dim, stacks
 from permtriton.model.modules import LINEAR_MODULES
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
@@ -25,6 +25,12 @@ def recorded_in(model: nn.Module, record: Record) -> Iterator[tuple[str, str | N
     known = {name.replace(BASE_LAYER, ""): name for name, _ in model.named_parameters()}
     for stored, name in loaded_names(model, pruned, known).items():
         plain = resolve_name(name, known, getattr(model, "base_model_prefix", ""))
+        shape, dim = model.get_parameter(known[plain]).shape if plain else None, pruned[stored].dim
+        if shape is not None and (not 0 <= dim < len(shape) or 0 in shape):
+            raise ModelError(
+                f"permtriton.json lists {stored} as pruned along dimension {dim}, but its shape is {list(shape)}: the "
+                "file is damaged, or belongs to another model"
+            )
         yield stored, plain and known[plain], pruned[stored]
 
 

@@ -65,7 +65,10 @@ def _of_loader(loader: DataLoader, model: PreTrainedModel, most: int | None) -> 
     """Returns the first ``most`` samples of a loader; of a batch that is a tuple or list, only item 0 is read."""
     batches = list[Samples]()
     for batch in loader:
-        batches.append(tensors_of(batch[0] if isinstance(batch, list | tuple) else batch, model))
+        inputs = batch[0] if isinstance(batch, list | tuple) else batch
+        if is_named(inputs):
+            raise CalibrationError("the DataLoader gave text: give batches of tensors, or the texts in a list")
+        batches.append(tensors_of(inputs, model))
         if most is not None and sum(map(len, batches)) >= most:
             break
     if not batches:

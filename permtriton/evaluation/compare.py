@@ -16,6 +16,7 @@ from permtriton.arguments import CompareArgs
 from permtriton.checkpoint.output import locked
 from permtriton.config import ROUNDING_ONLY
 from permtriton.data.calibration import calibration_samples, fitted
+from permtriton.data.check_samples import check_samples
 from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import is_named, selected
 from permtriton.data.media import is_media
@@ -226,7 +227,8 @@ def _results(
             config = replace(row_config.config, seed=seed)
             drawn_by = config.calibration, config.surplus, seed
             if drawn_by not in draws:
-                draws[drawn_by], _ = calibration_samples(config, benchmark.tokenizer, benchmark.dense)
+                drawn, _ = calibration_samples(config, benchmark.tokenizer, benchmark.dense)
+                draws[drawn_by] = check_samples(benchmark.dense, drawn)
             samples = draws[drawn_by]
             key = kept.key(seed=seed, text=text_hash(config, samples), options=options)
             measures[key] = partial(benchmark.measured, config, samples)

@@ -287,11 +287,13 @@ def _history(name: str, reports: Sequence[tuple[Compiled, Mapping[str, Any]]]) -
         history = step["history"]
         looks = {"held_out": "line", "loss": "dashed"} if "held_out" in history[0] else {"loss": "line"}
         for key, look in looks.items():
-            points = [(row[unit], row[key]) for row in history if row[key] is not None]
+            points = [(row[unit], row[key]) for row in history if row.get(key) is not None]
             series += [Series(folder.label, points, folder.colour, look)] if len(points) > 1 else []
         kept = next((row for row in history if row[unit] == step["kept"]), history[-1])
         if "moved" in kept:
             words.append(f"{folder.label}: {kept['moved']:,} channels are elsewhere after {unit} {kept[unit]}.")
+    if not series:
+        return []
     both = "; dashed on its samples, solid held out" * any(curve.look == "dashed" for curve in series)
     caption = f"Step {name}: loss by {unit}{both}. {' '.join(words)}"
     (_, start), *_, (_, end) = series[0].points

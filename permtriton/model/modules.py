@@ -41,7 +41,8 @@ class _Permuting(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         # In `from_pretrained` the quantizer removes the dimension; a Trainer that resumes loads tensors as stored.
         stored, weight = state_dict.get(f"{prefix}weight"), self.weight
-        if isinstance(weight, Tensor) and stored is not None and stored.shape == (1, *weight.shape):
+        marked = isinstance(weight, Tensor) and stored is not None and stored.shape == (1, *weight.shape)
+        if marked and is_permuted(self):
             state_dict[f"{prefix}weight"] = stored.squeeze(0)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from permtriton import demo
-from permtriton.errors import ConfigError, ModelError, reading, shown
+from permtriton.errors import ConfigError, ModelError, reading
 from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
 from permtriton.model.headers import CONFIG_FILE
 from permtriton.model.name import checked_token, is_hub_name, location_of
@@ -43,7 +43,8 @@ class Source:
         for part in fields(self):
             if not isinstance(value := getattr(self, part.name), cast(type, part.type)):
                 expected = "True or False" if part.type is bool else "text"
-                raise ConfigError(f"{part.name} is {shown(value)}: expected {expected}")
+                # Only the type is named: the value may be a token.
+                raise ConfigError(f"{part.name} is a {type(value).__name__}: expected {expected}")
         object.__setattr__(self, "token", checked_token(self.token))
 
     @cached_property

@@ -33,9 +33,14 @@ class Frame:
 
     @classmethod
     def around(cls, hidden: Tensor, values: Any, types: tuple[type, ...]) -> "Frame | None":
-        """Returns the frame of hidden states among ``values``; None if another value is of none of the ``types``."""
+        """Returns the frame of hidden states among ``values``; None if another value has none of the ``types``.
+
+        It is None, too, if pytree does not see the hidden states, because a class that it does not know holds them.
+        """
         leaves, structure = pytree.tree_flatten(values)
-        at = [leaf is hidden for leaf in leaves].index(True)
+        at = next((number for number, leaf in enumerate(leaves) if leaf is hidden), None)
+        if at is None:
+            return None
         leaves[at] = None
         return cls(leaves, at, structure, hidden.shape[1:]) if all(isinstance(leaf, types) for leaf in leaves) else None
 

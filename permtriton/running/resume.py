@@ -158,7 +158,8 @@ class Workspace:
         form = re.compile(rf"{re.escape(path.stem)}\.([^.]+?)(?:_(\d+))?{re.escape(path.suffix)}")
         files = [(match, file) for file in path.parent.iterdir() if (match := form.fullmatch(file.name))]
         for match, file in sorted(files, key=lambda pair: int(pair[0][2] or 0)):
-            states.setdefault(match[1], []).append(file)
+            if file.is_file():
+                states.setdefault(match[1], []).append(file)
         return states
 
 

@@ -32,6 +32,8 @@ def check_folder(name: str) -> Folder:
             "download it first (hf download), then give its path"
         )
     folder = Folder(path)
+    if folder.is_quantized and not folder.entries.packed:
+        raise ModelError(f"{name} is in format fp8, which vLLM serves by itself: leave out `--quantization permtriton`")
     if others := sorted(set(path.glob("*.safetensors")) - set(folder.files)):
         raise ModelError(f"{others[0]} does not belong to the checkpoint, but might be loaded with it: move it away")
     quantizer = PermTritonQuantizer(folder.entries, pre_quantized=True)

@@ -11,8 +11,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from permtriton.checkpoint.export import export
+from permtriton.checkpoint.packed import fill_packed
 from permtriton.model.modules import SparseLinear, replace_module
-from permtriton.serving.linear import PermTritonLinearMethod
 from permtriton.serving.norm import VllmPermutedRMSNorm
 from permtriton.serving.servable import SERVED
 
@@ -50,8 +50,7 @@ def test_generates_the_same_tokens(name, demo_folders):
 def test_generates_the_same_tokens_with_packed_weights(demo_folders, eager, monkeypatch):
     """As on a GPU, weights stay packed and are multiplied by the operator, also inside vLLM's `torch.compile`."""
     used = []
-    packed = PermTritonLinearMethod._packed
-    monkeypatch.setattr(PermTritonLinearMethod, "_packed", lambda *given: used.append(1) or packed(*given))
+    monkeypatch.setattr("permtriton.serving.linear.fill_packed", lambda *parts: used.append(1) or fill_packed(*parts))
     monkeypatch.setattr("permtriton.serving.linear.runs_packed", lambda *_: True)
     inputs = prompts(demo_folders["fused-packed"])
     with engine(demo_folders["fused-packed"], enforce_eager=eager) as llm:
