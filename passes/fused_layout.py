@@ -32,7 +32,8 @@ def fused_plan(plan: Plan, linears: Mapping[str, Products], model: nn.Module, *,
     """
     barriers = list(plan.barriers)
     own_spaces = _OwnSpaces(linears, model, plan.untraced)
-    needed = {site.name for site in plan.sites if site.space.frozen or len(plan.sites_of(site.space)) > 1}
+    readers = Counter(id(site.space) for site in plan.sites)  # a mixture has thousands of sites
+    needed = {site.name for site in plan.sites if site.space.frozen or readers[id(site.space)] > 1}
     own_orders: dict[str, ChannelSpace | str] = {}  # site -> its own space, or why it cannot have one
     for site in plan.sites:
         within_heads = len(site.space.segments) > 1 or site.copies > 1
@@ -110,7 +111,7 @@ class _OwnSpaces:
         weights = [f"{name}.weight" for name in site.linears]
         source, *others = {source for weight in weights for source in self._linears[weight].sources}
         path, readers = module_path(source), self._weights_that_read(source)
-        norm = self._modules.get(path)
+        norm = self._modules.get(path) if path else None
         if others or norm is None or readers is None or source.meta["val"].shape[-1] != site.channels:
             return None, weights
         runs_once = len(self._calls[path]) == self._names[id(norm)] == 1

@@ -307,6 +307,8 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
                 residual_shifts[site.name] += output_change(model, site, residual_error, sequence).T @ sequence
 
     watch_inputs(model, layer, consume, advance)
+    if left := [site.name for site in compared if dense[site.name]]:
+        raise CalibrationError(f"{left[0]} ran more often in the dense model than in the pruned one: its depth varies")
     ranks.add_up([*shifts.values(), *residual_shifts.values()])
     shift, residual_shift = ({k: v.float() for k, v in totals.items()} for totals in (shifts, residual_shifts))
     return {name: Moments(h, shift.get(name), residual_shift.get(name)) for name, h in _finished(sums).items()}
