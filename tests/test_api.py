@@ -322,7 +322,7 @@ def test_a_token_that_cannot_be_one_is_not_shown(token, here):
         lambda: permtriton.compile("my-model", data=TEXTS, token=token, **QUICK),
         lambda: permtriton.evaluate("my-model", TEXTS, token=token),
     ):
-        with pytest.raises(ConfigError, match="`token=` is empty, or holds|token is a bytes") as caught:
+        with pytest.raises(ConfigError, match=r"`token=` is empty, or holds|token is a bytes") as caught:
             call()
         assert "cret" not in str(caught.value)
     assert Source("my-model", token="hf_secret\n").token == "hf_secret", "as it is read from a file"

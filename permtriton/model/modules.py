@@ -41,8 +41,8 @@ class _Permuting(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         # In `from_pretrained` the quantizer removes the dimension; a Trainer that resumes loads tensors as stored.
         stored, weight = state_dict.get(f"{prefix}weight"), self.weight
-        marked = isinstance(weight, Tensor) and stored is not None and stored.shape == (1, *weight.shape)
-        if marked and is_permuted(self):
+        permutes = is_permuted(self)
+        if permutes and isinstance(weight, Tensor) and stored is not None and stored.shape == (1, *weight.shape):
             state_dict[f"{prefix}weight"] = stored.squeeze(0)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
