@@ -61,13 +61,6 @@ TRIALS = (
     ),
     Trial("the metric of the outputs in `refit`", "metric-smollm2.json", "default without the metric", "default"),
     Trial(
-        "training of kept weights after `tune`, with text that the model writes: by Adafactor, once over 12 further "
-        "samples per sample, in place of Adam, twice over 3",
-        "more-text-smollm2.json",
-        "best on less text",
-        "best",
-    ),
-    Trial(
         "all kept weights trained in 40 steps of a sequence each in place of vectors (`tune`)",
         "kept-weights-smollm2.json",
         "heuristic + refit + tune",
