@@ -105,7 +105,7 @@ def decided(decide: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _keep(key: str, config: Config) -> None:
-    """Stores a configuration that a library chose on this GPU, for this process and, if possible, for later ones."""
+    """Stores what `config_for`'s ``search`` found on this GPU, for this process and, if possible, for later ones."""
     with suppress(OutputError):
         write_entries(cache_file(), machine_key(), {key: {"config": asdict(config)}})
     _fastest()[key] = config

@@ -145,7 +145,7 @@ def norm_backward_reference(
 
 @jit
 def _normalized(row, inside, C, eps, KIND: tl.constexpr):
-    """Returns (h, 1 / deviation) of a float32 row; zeros outside."""
+    """Returns (normalized float32 row, 1 / deviation); 0 outside."""
     if KIND == 2:
         row = tl.where(inside, row - tl.sum(row, 0) / C, 0.0)
     root = tl.rsqrt(tl.sum(row * row, 0) / C + eps)

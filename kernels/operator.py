@@ -119,7 +119,7 @@ def _is_plain(arguments: Sequence[Any]) -> bool:
 
 
 class _Parameters:
-    """The parameters of a function, and those of its operator, which has one per field in place of a dataclass."""
+    """A function's parameters, and its operator's: there each dataclass becomes one parameter per field."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.types = get_type_hints(function)

@@ -195,7 +195,7 @@ def _unpack_kernel(
 
 
 def supports(dtype: torch.dtype, in_features: int, pattern: NMPattern) -> bool:
-    """Whether the kernel supports the weight: 2:4, float8, 16 bits or float32, a multiple of 16 channels."""
+    """Whether the kernel unpacks a weight: 2:4, a multiple of 16 channels, in float8, 16 bits or float32."""
     return pattern == PATTERN and in_features % WORD == 0 and dtype in (*TRITON_DTYPES, FLOAT8)
 
 

@@ -73,7 +73,7 @@ def check_shapes(x: Tensor, index: Tensor, dim: int = -1) -> None:
 
 @jit
 def load_index(index_ptr, channel, inside, C):
-    """The entries of an index as int32; 0 for those outside 0 to C-1."""
+    """Loads index entries as int32; 0 for values not in 0 to C-1."""
     source = tl.load(index_ptr + channel, mask=inside, other=0).to(tl.int32)
     return tl.where((source >= 0) & (source < C), source, 0)
 

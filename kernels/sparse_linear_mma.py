@@ -114,7 +114,7 @@ class Product(NamedTuple):
 
 
 def configs_for(product: Product, gpu: GpuLimits) -> tuple[Config, ...]:
-    """Returns the table for a product on a GPU, the default first."""
+    """Returns the configurations for a product, the default first."""
     if product.fp8:
         return WIDE_CONFIGS
     configs = (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if product.tokens <= FEW_TOKENS else CONFIGS

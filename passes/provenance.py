@@ -179,7 +179,7 @@ class _ChannelRun(Channels):
         return rule(self, _by_name(target, args, kwargs))
 
     def _lacks_a_part(self, node: fx.Node) -> bool:
-        """Whether a node reads a tensor that is empty in the trace, but may have unknown elements for more tokens."""
+        """Whether a node reads a tensor that was empty in the trace, but that more tokens may fill with anything."""
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return False

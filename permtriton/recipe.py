@@ -258,7 +258,7 @@ def check_recipe(config: CompileConfig) -> None:
 
 
 def defaults(option: Option) -> str:
-    """Returns an option's default, and different defaults of recipes and the demo, as ``50; demo model: 12``."""
+    """Returns an option's default, and what recipes and the demo take instead, as ``50; demo model: 12``."""
     texts = [("", option.default)]
     for name, recipe in RECIPES.items():
         for step in recipe.steps:

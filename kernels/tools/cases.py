@@ -358,7 +358,7 @@ def sparse_linear_fp8_case(tokens: int, out_features: int, in_features: int, dty
 
 
 def sparsegpt_block_case(out_features: int) -> Case:
-    """A block of 128 channels whose mask is given, as the last bit might decide a choice."""
+    """A block of 128 channels with its mask given: rounding might change a chosen mask."""
 
     def inputs(random: Random) -> Arguments:
         block, factor = random.normal(CHANNELS, out_features), random.normal(CHANNELS, CHANNELS).triu_() / CHANNELS

@@ -52,7 +52,7 @@ def stored_names(model: Any, pruned: Mapping[str, PrunedWeight], *, original: bo
 
 
 def loaded_names(model: Any, stored: Iterable[str], known: Iterable[str] = ()) -> dict[str, str]:
-    """Returns stored name -> the name under which transformers loads the tensor, up to a base model's prefix.
+    """Returns stored name -> the name by which transformers loads it, but a base model's prefix may differ.
 
     A tensor that transformers converts, and does not only rename, keeps its name here.
 

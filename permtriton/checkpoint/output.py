@@ -162,7 +162,7 @@ def working_folder(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary(output: Path, kind: str) -> Iterator[Path]:
-    """Yields a new folder beside an output, numbered if a leftover has its name: without file locks, leftovers stay."""
+    """Yields a new folder beside an output, numbered if its name is taken, as leftovers stay without file locks."""
     for number in count(1):
         folder = _beside(output, f"{kind}-{os.getpid()}" + (f"-{number}" if number > 1 else ""))
         with suppress(FileExistsError):

@@ -91,7 +91,7 @@ def save(
 
 
 def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, partial: Path) -> None:
-    """Writes what transformers saves, and copies the source's further files."""
+    """Saves model and tokenizer, and copies other files of the source."""
     _correct(model)
     try:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original)

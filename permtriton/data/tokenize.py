@@ -41,7 +41,7 @@ class Encoder:
 
     @property
     def special(self) -> SpecialTokens:
-        """As `around`, but empty for None. If empty, each text gets its tokenizer's special tokens and an end token."""
+        """`around`, or empty if it is None. If empty, each whole text gets special tokens and an end token instead."""
         return self.around or NONE
 
     def samples(self, rows: Tensor) -> Samples:

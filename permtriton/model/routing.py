@@ -55,7 +55,7 @@ class Routing:
             yield
 
     def _choices(self, hook: Callable[..., Any]) -> AbstractContextManager[None]:
-        """Calls ``hook`` before experts whose first inputs are hidden states and the numbers of the chosen experts."""
+        """Calls ``hook`` before each call of experts that take hidden states, then the numbers of chosen experts."""
 
         def before(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
             chooses = len(inputs) > 1 and isinstance(inputs[1], Tensor) and not inputs[1].is_floating_point()

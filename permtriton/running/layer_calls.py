@@ -97,7 +97,7 @@ class LayerCalls:
 
     @torch.no_grad()
     def try_together(self, hidden: Tensor) -> None:
-        """Sets ``together``: tests on two sequences of every rank whether several can run in one call."""
+        """Sets ``together``: every rank tests whether two of its sequences can run in one call."""
         self.together = False
         self.together = all(ranks.gather(self._runs_together(hidden[:2], torch.arange(len(hidden[:2])))))
 

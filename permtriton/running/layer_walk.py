@@ -109,10 +109,10 @@ class LayerWalk:
 
     @cached_property
     def _layers(self) -> list[tuple[str, list[Site], list[str]]]:
-        """For each group of sites the name of the layer that holds it, the sites, and the layer's chain.
+        """For each group of sites its layer's name, the sites, and the names of the layers of its chain.
 
-        The name and the chain are empty if the sites need runs of the whole model, because they are in no layer, share
-        their layer with another group, or are in several layers.
+        Without a chain the whole model must run. The name is empty, too, if the sites are in no layer, share their
+        layer with another group, or are in several layers.
         """
         groups, layer_of = self.plan.layers(), dict[nn.Module, str]()
         for name, layer in named_layers(self.model, self.plan).items():

@@ -57,7 +57,7 @@ def onloading_refusal(model: PreTrainedModel, plan: Plan) -> str:
 
 @dataclass
 class _Copy:
-    """A parameter's copy on the device; ``host`` and ``device`` were equal when the parameter had ``version``."""
+    """A parameter's values in host memory and on the device, equal when its ``_version`` was ``version``."""
 
     host: Tensor
     device: Tensor
