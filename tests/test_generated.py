@@ -194,7 +194,7 @@ def t5() -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(bert, "BertModel does not write text"), (t5, "T5.* is an encoder-decoder")],
+    [(bert, "BertModel does not generate text token by token"), (t5, "T5.* is an encoder-decoder")],
     ids=["encoder", "encoder-decoder"],
 )
 def test_models_that_cannot_write_are_refused(make, words):
