@@ -34,8 +34,8 @@ def problem_of(kind: Any) -> str:
         return f"does not say its {missing[0]}"
     if not isinstance(kind.stage, Stage):  # type: ignore[attr-defined]
         return f"has the stage {shown(kind.stage)}, expected one of {', '.join(map(str, Stage))}"  # type: ignore[attr-defined]
-    if not kind.name.isidentifier():  # type: ignore[attr-defined]
-        return f"has the name {shown(kind.name)}: expected letters, digits and underscores"  # type: ignore[attr-defined]
+    if {".", "/"} & set(str(kind.name)):  # type: ignore[attr-defined]
+        return f"has the name {shown(kind.name)}: expected no dot and no slash, as its states are named after it"  # type: ignore[attr-defined]
     step_by_word = {word: step for step in STEPS for word in (step.name, step.prefix)}
     if clash := next((word for word in (kind.name, kind.prefix) if step_by_word.get(word, kind) is not kind), ""):  # type: ignore[attr-defined]
         return f"has the name or prefix {clash} of permtriton's own step {step_by_word[clash].name}: choose another"
