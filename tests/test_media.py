@@ -11,7 +11,7 @@ import permtriton
 from permtriton import NMPattern, config_from, find_plan
 from permtriton.data.calibration import calibration_samples
 from permtriton.data.held_out import read_held_out
-from permtriton.data.media import tensors_of
+from permtriton.data.media import stored_samples
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError, ModelError
@@ -133,7 +133,7 @@ def test_a_model_whose_config_counts_no_layers_is_compared(tmp_path, monkeypatch
 def test_stored_tensors(tmp_path):
     file = tmp_path / "inputs.safetensors"
     save_file(media.inputs("vit"), file)
-    found = tensors_of(str(file), media.build("vit"))
+    found = stored_samples(str(file), media.build("vit"))
     assert torch.equal(found.inputs["pixel_values"], media.inputs("vit")["pixel_values"])
     ids = zoo.token_ids(6, 8)
     save_file({"input_ids": ids}, file)
@@ -159,7 +159,7 @@ def test_the_draw_follows_the_seed(images):
 )
 def test_sources_that_cannot_be_used(source, words):
     with pytest.raises(CalibrationError, match=words):
-        tensors_of(source, media.build("vit"))
+        stored_samples(source, media.build("vit"))
 
 
 WRONG_INPUTS = {

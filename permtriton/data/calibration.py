@@ -14,7 +14,7 @@ from permtriton.config import OF_TEXT, SURPLUS, CalibrationConfig, CommonConfig
 from permtriton.data.check_samples import vocabulary_of
 from permtriton.data.documents import Documents, named_documents
 from permtriton.data.in_memory import documents_of, name_of
-from permtriton.data.media import MEDIA_INPUTS, Processor, is_media, tensors_of
+from permtriton.data.media import MEDIA_INPUTS, Processor, is_media, stored_samples, tensors_of
 from permtriton.data.samples import Samples
 from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError
@@ -74,7 +74,7 @@ def _drawn(
                     f"`{name}={value}` has no effect on {source}, which is no text: leave it out, or the protocol that "
                     "sets it"
                 )
-        stored = tensors_of(source, model)
+        stored = stored_samples(source, model)
         _check_count(source, len(stored), count)
         order = torch.randperm(len(stored), generator=torch.Generator().manual_seed(config.seed))
         drawn = stored[order if stored.is_text else order[:count]]

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from permtriton.data.check_samples import check_inputs, line_of_ids_without, vocabulary_of
 from permtriton.data.documents import named_documents
 from permtriton.data.in_memory import Data, documents_of, is_named, name_of
-from permtriton.data.media import is_media, tensors_of
+from permtriton.data.media import is_media, stored_samples, tensors_of
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, shown
@@ -53,7 +53,7 @@ def read_held_out(
     no_text = is_media(model, name) if is_named(data) else documents is None
     if no_text:
         _refuse_window(window, f"on {name}, which is no text")
-        samples = tensors_of(data, model)
+        samples = stored_samples(name, model) if is_named(data) else tensors_of(data, model)
     else:
         length, vocabulary, halves = _window_of(model, window), vocabulary_of(model), divides_text(model)
         try:

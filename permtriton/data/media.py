@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from permtriton.data.in_memory import is_named
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, reading
 from permtriton.model.core import takes_decoder_ids
@@ -32,15 +30,13 @@ def tensors_of(data: Any, model: PreTrainedModel, most: int | None = None) -> Sa
 
     Args:
         data: tensor of the model's main input (token ids, int64 ``[samples, tokens]``); tensors by the names of
-            arguments of the model's ``forward``, in memory or in a ``.safetensors`` file; or a loader of batches.
+            arguments of the model's ``forward``; or a loader of batches of either.
         most: number of samples to take, the first ones; None for all.
     """
     if isinstance(data, Samples):
         return data[:most]
     if isinstance(data, DataLoader):
         return _of_loader(data, model, most)
-    if is_named(data):
-        data = _stored(str(data), model)
     with reading("data cannot be made into tensors", CalibrationError):
         named = data if isinstance(data, Mapping) else {model.main_input_name: data}
         tensors = {name: torch.as_tensor(values) for name, values in named.items()}
@@ -51,24 +47,22 @@ def tensors_of(data: Any, model: PreTrainedModel, most: int | None = None) -> Sa
     return Samples(tensors)[:most]
 
 
-def _stored(source: str, model: PreTrainedModel) -> dict[str, Tensor]:
+def stored_samples(source: str, model: PreTrainedModel) -> Samples:
+    """Returns the samples of a ``.safetensors`` file, whose tensors have names as `tensors_of` takes them."""
     if not source.endswith(TENSORS):
         raise CalibrationError(
             f"{source} is no {TENSORS} file, but {type(model).__name__} reads {model.main_input_name}: give a "
             f"{TENSORS} file with {model.main_input_name}, a row per sample, or in Python a tensor or DataLoader"
         )
     with reading(f"{source} cannot be read", CalibrationError):
-        return load_file(source)
+        return tensors_of(load_file(source), model)
 
 
 def _of_loader(loader: DataLoader, model: PreTrainedModel, most: int | None) -> Samples:
     """Returns the first ``most`` samples of a loader; of a batch that is a tuple or list, only item 0 is read."""
     batches = list[Samples]()
     for batch in loader:
-        inputs = batch[0] if isinstance(batch, list | tuple) else batch
-        if is_named(inputs):
-            raise CalibrationError("the DataLoader gave text: give batches of tensors, or the texts in a list")
-        batches.append(tensors_of(inputs, model))
+        batches.append(tensors_of(batch[0] if isinstance(batch, list | tuple) else batch, model))
         if most is not None and sum(map(len, batches)) >= most:
             break
     if not batches:
