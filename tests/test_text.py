@@ -168,61 +168,6 @@ def test_conversations_are_written_by_the_chat_template(tmp_path, kind):
             held_out_ids(str(tmp_path / "b.jsonl"), tokenizer, VOCABULARY, 1000)
 
 
-TOOL = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}
-TURNS = [
-    {"role": "user", "content": "rain"},
-    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "rain", "arguments": {}}}]},
-    {"role": "tool", "name": "rain", "content": "no"},
-]
-
-
-def written_by_template(path) -> list[list]:
-    """Returns the tools and the messages of each row, as a chat template gets them."""
-    tokenizer = trained_tokenizer()
-    tokenizer.chat_template = "{{ [tools, messages] | tojson }}<end>"
-    written = tokenizer.decode(held_out_ids(str(path), tokenizer, VOCABULARY, 10_000).flatten())
-    return [json.loads(row) for row in written.split("<end>") if row]
-
-
-@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
-@pytest.mark.parametrize("as_text", [False, True])
-def test_a_rows_tools_are_given_to_the_chat_template(tmp_path, kind, as_text):
-    path, tools = tmp_path / f"a.{kind}", [TOOL]
-    none = "" if as_text else None
-    if kind == "parquet":
-        write_parquet(path, messages=[TURNS[:1]] * 2, tools=[json.dumps(tools) if as_text else tools, none])
-        expected = [[tools, TURNS[:1]], [None, TURNS[:1]]]
-    else:
-        rows = [{"messages": TURNS, "tools": json.dumps(tools) if as_text else tools}, {"messages": TURNS}]
-        path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
-        expected = [[tools, TURNS], [None, TURNS]]
-    assert written_by_template(path) == expected
-
-
-def test_what_a_table_fills_up_is_in_no_tool(tmp_path):
-    """A column of a parquet file has the same keys in each row."""
-    schemas = [{"name": "rain", "in": {"city": {"type": "string"}}}, {"name": "sum", "in": {"a": {"type": "number"}}}]
-    path = write_parquet(tmp_path / "a.parquet", messages=[TURNS[:1]] * 2, tools=[[schema] for schema in schemas])
-    assert [tools for tools, _ in written_by_template(path)] == [[schema] for schema in schemas]
-
-
-@pytest.mark.parametrize(
-    ("tools", "words"),
-    [
-        (TOOL, "tools are {'function': .*}: expected a list of schemas"),
-        (["rain"], r"tools are \['rain'\]: expected a list of schemas, each an object, or such a list as JSON"),
-        (5, "tools are 5: expected"),
-        ("rain", "tools are 'rain': expected"),
-        ('"rain"', "tools are '\"rain\"': expected"),
-    ],
-)
-def test_tools_of_another_type_name_their_row(tmp_path, tools, words):
-    rows = [{"messages": TURNS}, {"messages": TURNS, "tools": tools}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(CalibrationError, match=rf"a\.jsonl: document 2: its {words}"):
-        written_by_template(tmp_path / "a.jsonl")
-
-
 # -- sources that cannot be used -----------------------------------------------------------------------------------
 
 BAD_FILES = {

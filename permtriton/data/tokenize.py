@@ -127,8 +127,7 @@ class Encoder:
                 {"role": SPEAKERS.get(m["from"], m["from"]), "content": m["value"]} if "from" in m else m
                 for m in messages
             ]
-            tools = getattr(messages, "tools", None)  # of a `Conversation`
-            ids = tokenizer.apply_chat_template(named, tools=tools, tokenize=True, return_dict=True)["input_ids"]
+            ids = tokenizer.apply_chat_template(named, tokenize=True, return_dict=True)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64)
 
     def _checked(self, ids: Tensor) -> Tensor:

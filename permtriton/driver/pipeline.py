@@ -24,7 +24,7 @@ from permtriton.model.experts import unstacked_experts
 from permtriton.model.prunable import check_original
 from permtriton.model.shared import shared_linears
 from permtriton.passes.pipeline import pruning_passes
-from permtriton.passes.plan import check_pruned, named_layers
+from permtriton.passes.plan import check_pruned
 from permtriton.recipe import config_from
 from permtriton.running.resume import Workspace
 from permtriton.util.machine import as_torch_starts
@@ -89,8 +89,7 @@ def measure_dense(run: Run) -> HeldOutMeasure | None:
     config, held_out = run.config, None
     if run.held_out is not None:
         with run.workspace.timed("evaluate"), run.placed_model() as model:
-            layers = named_layers(run.model, run.plan)
-            held_out = HeldOutMeasure(model, run.held_out, run.progress, layers, run.store)
+            held_out = HeldOutMeasure(model, run.held_out, run.progress)
     if config.uses_importance and not config.dense_share:  # choosing dense linears measures statistics itself
         with run.workspace.timed("calibrate"):
             run.calibrate(lambda walk: site_statistics(walk, config.importance, run.progress))

@@ -10,13 +10,13 @@ forward pass."""
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import PreTrainedModel
 
@@ -35,11 +35,9 @@ from permtriton.model.forward import (
 )
 from permtriton.model.headers import REPORT_FILE
 from permtriton.model.seq2seq import arguments_of, first_predicted, predicted
-from permtriton.running.layer_calls import LayerStream
 from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.progress import NoProgress, Progress
-from permtriton.util.store import MEMORY, Store
 
 MAX_LOSS = 700.0  # nats; exp of more overflows a float
 WINDOWS_TRIED, TOKENS_TRIED = 4, 32  # size of the test whether a model sees the tokens that it predicts
@@ -220,12 +218,9 @@ def predicted_tokens(model: PreTrainedModel, samples: Samples) -> Tensor | None:
     tokens = predicted(model, samples)
     if tokens is None or samples.ids is None or takes_decoder_ids(model):
         return tokens
-    windows = samples.ids[:WINDOWS_TRIED, :TOKENS_TRIED].split(1)
-    if _change(model, windows[0]) <= LEAST_ROUNDING:  # saves passes, each of which may read all layers from disk
-        return tokens
+    changes = sorted(_change(model, window) for window in samples.ids[:WINDOWS_TRIED, :TOKENS_TRIED].split(1))
     # In a mixture of experts, rounding may reroute a token of one window: the second largest change decides.
-    change = sorted(_change(model, window) for window in windows)[-2:][0]
-    return None if change > max(ROUNDING * torch.finfo(model.dtype).eps, LEAST_ROUNDING) else tokens
+    return None if changes[-2:][0] > max(ROUNDING * torch.finfo(model.dtype).eps, LEAST_ROUNDING) else tokens
 
 
 def _change(model: PreTrainedModel, window: Tensor) -> float:
@@ -282,16 +277,8 @@ class HeldOutMeasure:
         samples: the samples that are measured; for the cosine, at most `MAX_ENCODER_WINDOWS`.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        samples: Samples,
-        progress: Progress,
-        layers: Mapping[str, nn.Module] | None = None,
-        store: Store = MEMORY,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, samples: Samples, progress: Progress) -> None:
         self.samples, self._batch, self._progress = samples, windows_at_once(samples.longest), progress
-        self._layers, self._store = layers or {}, store
         self._tokens = predicted_tokens(model, samples)
         if self._tokens is not None:
             if self._tokens.numel() < FEW_TOKENS:
@@ -304,30 +291,10 @@ class HeldOutMeasure:
             self.name, self.dense = "cosine", 1.0
             self._hidden = hidden_states(model, self.samples, self._batch)
 
-    @torch.no_grad()
     def compiled(self, model: PreTrainedModel, hidden_order: Tensor | None) -> float:
         if self._tokens is None:
             return 1 - mean_cosine_loss(model, self.samples, self._hidden, self._batch, hidden_order)
-        batches = [Samples(arguments_of(model, rows.inputs)) for rows in self.samples.split(self._batch)]
-        stream = LayerStream(model, self._layers, batches) if self._store.onloads else None
-        if stream is not None and stream.layers:
-            perplexity = self._perplexity_by_layers(model, stream, batches, self._tokens)
-        else:
-            measures, _ = measure_samples(model, self.samples, self._tokens, self._batch, progress=self._progress)
-            perplexity = measures["perplexity"]
+        measures, _ = measure_samples(model, self.samples, self._tokens, self._batch, progress=self._progress)
+        perplexity = measures["perplexity"]
         assert perplexity is not None
         return perplexity
-
-    def _perplexity_by_layers(
-        self, model: PreTrainedModel, stream: LayerStream, batches: Sequence[Samples], tokens: Tensor
-    ) -> float | None:
-        """Returns the perplexity; runs each layer on all windows before the next layer."""
-        stream.forward()
-        total, first = 0.0, first_predicted(model, self.samples)
-        with self._progress.stage("evaluate", len(self.samples)) as advance, without_cache(model):
-            for rows, hidden, targets in zip(batches, stream.hidden, tokens.split(self._batch), strict=True):
-                with stream.returning(hidden):
-                    logits = model(**rows.to(model.device, model.dtype).inputs).logits
-                total += next_token_loss(logits, targets, first)
-                advance(len(rows))
-        return perplexity_of(model, total, tokens)

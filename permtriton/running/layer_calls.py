@@ -4,7 +4,7 @@ A chain is a sequence of layers: each takes the output of the layer before it, a
 depends on the layers' weights. Once these other arguments are recorded, the layers run without the model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -262,56 +262,3 @@ def _joinable(values: tuple[Any, ...]) -> bool:
 def _joined(values: tuple[Any, ...]) -> Any:
     """Returns one argument of several sequences, joined along the first dimension unless it is the same for all."""
     return values[0] if all(value is values[0] for value in values) else torch.cat(values)
-
-
-class LayerStream:
-    """A model's longest chain of layers, with their arguments for every batch: each layer runs on all batches in turn.
-
-    The model itself computes what comes before and after the chain, so that its outputs stay the same, bit for bit.
-
-    Attributes:
-        layers: the chain's layers, with one call per batch; empty if the model can only run as a whole, because it has
-            no chain of two layers or more, or a layer of the chain returns more than hidden states and plain values.
-        hidden: hidden states of each batch in host memory, ``[sequences, tokens, hidden]``: what the first layer reads;
-            after `forward`, what the last layer returns.
-    """
-
-    @torch.no_grad()
-    def __init__(self, model: PreTrainedModel, layers: Mapping[str, nn.Module], batches: Sequence[Samples]) -> None:
-        self._model = model
-        self.layers: list[LayerCalls] = []
-        self.hidden: list[Tensor] = []
-        chain = max(find_chains(model, layers, batches[0][:1], ()), key=len, default=[])
-        if len(chain) < 2:
-            return
-        calls = {name: LayerCalls(layers[name], model.device) for name in chain}
-        for batch in batches:
-            hidden = record_calls(model, calls, batch)
-            if any(layer_calls.form is None for layer_calls in calls.values()):
-                return
-            self.hidden.append(hidden.cpu())
-        self.layers = list(calls.values())
-
-    @torch.no_grad()
-    def forward(self) -> None:
-        """Runs each layer on all batches, one layer after another."""
-        for layer in self.layers:
-            for batch, hidden in enumerate(self.hidden):
-                output = layer.run(hidden, [batch])
-                if output.shape != hidden.shape or output.dtype != hidden.dtype:
-                    self.hidden[batch] = output.cpu()
-                else:
-                    hidden.copy_(output)
-
-    @contextmanager
-    def returning(self, hidden: Tensor) -> Iterator[None]:
-        """Inside the context, the model computes no layer of the chain, and the last one returns ``hidden``."""
-        last = self.layers[-1]
-
-        def forward(*_positional: Any, **_named: Any) -> Any:
-            assert last.form is not None
-            return last.form.filled(hidden.to(self._model.device))
-
-        forms = {layer_calls.layer: layer_calls.form for layer_calls in self.layers}
-        with left_out(forms), replaced_forwards([last.layer], lambda _: forward):
-            yield
