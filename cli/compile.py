@@ -65,7 +65,7 @@ def compile(
 
 
 def run(job: Job, *, json: bool) -> None:
-    """Compiles a model on all ranks; the first one saves it, prints the report and, if asked to, publishes it."""
+    """Compiles a model on all ranks; the first one saves it and prints the report."""
     assert isinstance(job.model, Source)
     progress = reporter(torchrun.is_first())
     suit_processor(job.model, progress)
@@ -80,8 +80,6 @@ def run(job: Job, *, json: bool) -> None:
         print_json(compiled.report)
     else:
         _print(compiled.report, str(job.output))
-    if published := job.publish(compiled, progress):
-        progress.say(f"published: {published}")
 
 
 def _print(report: Any, target: str) -> None:

@@ -82,8 +82,7 @@ def clear_errors(continues: Callable[[], bool] = lambda: False) -> Iterator[None
             raise
         fail(line, 2)
     except KeyboardInterrupt as error:
-        after = getattr(error, "__notes__", [AGAIN] if continues() else [])
-        line = "; ".join(["interrupted: no half-written output is left", *after])
+        line = "interrupted: no half-written output is left" + (f"; {AGAIN}" if continues() else "")
         number = next(iter(error.args), None)  # Python's own interruption has no arguments
         fail(line, 128 + (number if isinstance(number, int) else signal.SIGINT))
 

@@ -29,8 +29,6 @@ COMMANDS = {
     "evaluate": "Measure MODEL, dense or written by permtriton in any format: perplexity, zero-shot tasks of lm-eval, "
     "KL and cosine to the dense model.",
     "export": "Rewrite a compiled checkpoint packed or dense, bit for bit the same weights, or in 8 bits (fp8).",
-    "adapt": "Bring an adapter of the dense model into the channel order of a compiled folder; its effect stays the "
-    "same.",
     "report": "Write one HTML page about compiled folders: results, masks, permutations, costs. It needs no network.",
     "doctor": "Show what this machine is, and test what runs on it; the thing to paste into a bug report.\n\n"
     "Exit code 2 if the self-test fails.",

@@ -51,10 +51,10 @@ def argument_flag(field: Field[Any]) -> Any:
     types = get_args(field.type) or (field.type,)
     kind = next((kind for kind in (bool, Path, str, int) if kind in types), str)
     settings = {**field.metadata, "help": field.metadata["help"].format(**WORDS)}
-    switch = settings.pop("switch", f"--{field.name.replace('_', '-')}" if field.type is bool else None)
     if field.name == "output":
         settings |= {"parser": output_path, "metavar": "PATH"}
-    return flag(settings.pop("help"), *filter(None, [switch]), kind=kind, **settings)
+    names = [f"--{field.name.replace('_', '-')}"] if field.type is bool else []
+    return flag(settings.pop("help"), *names, kind=kind, **settings)
 
 
 running_flag = functools.partial(flag, panel=RUNNING)

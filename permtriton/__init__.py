@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from permtriton.checkpoint.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from permtriton.api import adapt as adapt
     from permtriton.api import compare as compare
     from permtriton.api import compile as compile
     from permtriton.api import dry_run as dry_run
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _NAMES = {
-    "api": ("adapt", "compare", "compile", "dry_run", "evaluate", "export", "find_plan", "inspect"),
+    "api": ("compare", "compile", "dry_run", "evaluate", "export", "find_plan", "inspect"),
     "checkpoint.masks": ("Masks", "read_masks"),
     "driver.job": ("DryRun",),
     "driver.result": ("CompiledModel",),

@@ -14,7 +14,6 @@ from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.data.in_memory import Data, is_named, selected
 from permtriton.data.media import Processor
-from permtriton.driver import adapt as adapting
 from permtriton.driver.job import DryRun, Job
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError
@@ -23,7 +22,7 @@ from permtriton.evaluation.evaluate import Against, Evaluated, Model, evaluate_w
 from permtriton.methods import planning
 from permtriton.methods.step import Step
 from permtriton.model import load
-from permtriton.model.name import checked_token, location_of
+from permtriton.model.name import location_of
 from permtriton.model.source import Source, source_of
 from permtriton.passes.plan import Plan
 from permtriton.recipe import resolve
@@ -57,8 +56,6 @@ def compile(
     progress: Shown = False,
     output: str | Path | None = None,
     save_format: str | None = None,
-    push_to_hub: str | None = None,
-    private: bool | None = None,
     overwrite: bool = False,
     restart: bool = False,
     shard: bool | None = None,
@@ -95,14 +92,11 @@ def compile(
         trust_remote_code: whether code that comes with the model may run.
         gguf_file: name of a GGUF file in the folder or the hub repository, whose weights are read and dequantized.
         revision: branch, tag or commit of a model on the hub; None for its main branch.
-        token: token of the hub, for reading the model and publishing; None for the token of ``hf auth login``
-            or ``HF_TOKEN``, which is used for datasets, too. It is never printed or saved.
+        token: token of the hub, for reading the model; None for the token of ``hf auth login`` or ``HF_TOKEN``, which
+            is used for datasets, too. It is never printed or saved.
         output: folder to write the model to. States of long stages are kept beside it, so that after an interruption
             the same call continues. None writes nothing.
         save_format: format of ``output``, as ``format`` of `CompiledModel.save_pretrained`.
-        push_to_hub: name of a repository on the hub to publish ``output`` in, such as ``me/my-model-2of4``. It is
-            created before the work, so that a wrong name or token is found early.
-        private: whether a repository that is created is private; None for the default of its owner.
         overwrite: whether an earlier output may be replaced.
         restart: whether to start from scratch instead of resuming.
         shard: in processes that ``torchrun`` started, whether to spread the weights of layers over the GPUs; None does
@@ -115,8 +109,7 @@ def compile(
             docs/options.md lists them. Strings are read as on the command line.
 
     Returns:
-        The compiled model, with `CompiledModel.evaluate`, `~CompiledModel.save_pretrained`,
-        `~CompiledModel.push_to_hub`, and its ``report``.
+        The compiled model, with `CompiledModel.evaluate`, `~CompiledModel.save_pretrained`, and its ``report``.
 
     Raises:
         PermTritonError: a bad option, model or text, too little memory or disk, or a failed check. A loaded model may
@@ -133,7 +126,6 @@ def compile(
     with job.claimed(reports):
         compiled = job.run(reports)
         job.save(compiled, reports)
-    job.publish(compiled, reports)
     return compiled
 
 
@@ -386,31 +378,6 @@ def export(
     return {"output": str(target), **result}
 
 
-def adapt(
-    adapter: str | Path, to: str | Path, output: str | Path | None = None, *, trust_remote_code: bool = False
-) -> dict[str, Any]:
-    """Converts an adapter that was trained on the dense model for a compiled folder, as ``permtriton adapt`` does.
-
-    A folder of layout ``portable`` has its channels in another order; the adapter is reordered to match, exactly.
-
-    Args:
-        adapter: folder that PEFT's ``save_pretrained`` wrote: LoRA or DoRA.
-        to: folder that permtriton compiled from that dense model.
-        output: folder to write; None for ``ADAPTER-for-FOLDER`` in the current folder.
-        trust_remote_code: whether code that comes with the model may run.
-
-    Returns:
-        ``output``, the number of ``tensors``, and how many of them were ``reordered``.
-
-    Raises:
-        PermTritonError: an adapter of another kind or model, layout ``fused``, or an unwritable or existing output.
-    """
-    source, folder = path_of("adapter", adapter), path_of("to", to)
-    default = f"{real_path(source).name}-for-{real_path(folder).name}"
-    target = path_of("output", default if output is None else output)
-    return adapting.adapt(source, folder, target, trust_remote_code=trust_remote_code)
-
-
 def _collected(kind: type[Args], values: Mapping[str, Any]) -> Args:
     """Returns the dataclass ``kind`` with values by field name, such as a function's local variables."""
     return kind(**{field.name: values[field.name] for field in fields(kind)})
@@ -439,7 +406,7 @@ def _job(model: Model, args: CompileArgs, options: Mapping[str, Any]) -> Job:
         output=_path("output", args.output),
     )
     config, overrides = resolve(_name(model), options, args.recipe, args.config, args.protocol, args.save_format)
-    return Job(source_of(model, **args.loading), config, overrides, replace(args, token=checked_token(args.token)))
+    return Job(source_of(model, **args.loading), config, overrides, args)
 
 
 def _path(what: str, name: str | Path | None) -> Path | None:

@@ -1,7 +1,7 @@
 """The arguments of the public functions. An argument that is also a flag of a command has the flag's help beside it.
 
 `permtriton.cli.options` makes the flags: it replaces names in braces in a help by its own words. Settings after a help
-are arguments of `typer.Option`, except ``switch``: the name of a flag that has no ``--no-`` form.
+are arguments of `typer.Option`.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # these import torch
     from permtriton.util.bars import Shown
 
 Words = str | Sequence[Any] | None  # one word, several separated by commas, or a list
-HUB = "Where the model comes from, and publishing"
+HUB = "Where the model comes from"
 TOKEN = "Token of the hub for models, never printed or saved; by default that of hf auth login, or HF_TOKEN."
 _method, _calibration, _running, _hub = (partial(option, panel=panel) for panel in (METHOD, CALIBRATION, RUNNING, HUB))
 _config = partial(_running, None, "TOML file of options, with a table per step; flags win.", metavar="FILE")
@@ -142,15 +142,6 @@ class CompileArgs(LoadArgs, HeldOutArgs):
         hidden=True,
     )
     config: str | Path | None = _config()
-    push_to_hub: str | None = _hub(
-        None,
-        "Repository on the hub to publish the output in, such as me/my-model-2of4; made before the work, so that a "
-        "wrong name or token is found then.",
-        metavar="REPOSITORY",
-    )
-    private: bool | None = _hub(
-        None, "Make the repository of --push-to-hub a private one; by default the hub decides.", switch="--private"
-    )
     eval_data: "Data | None" = "none"  # `permtriton compile` measures by default
     data: "Data | None" = None
     text_column: str | None = None

@@ -6,20 +6,17 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from huggingface_hub.utils import filter_repo_objects
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import permtriton
-from permtriton.checkpoint import publishing, save
 from permtriton.cli.main import app
-from permtriton.errors import CalibrationError, ConfigError, ModelError, OutputError
+from permtriton.errors import CalibrationError, ConfigError, ModelError
 from permtriton.model.source import Source
 from permtriton.util.sparsity import NMPattern
 
@@ -27,44 +24,12 @@ from . import zoo
 from .lm_tasks import CHOICE, QUESTIONS, datasets_cache, write_task  # noqa: F401 (a fixture)
 from .pretend_gpu import PretendGpu
 from .sentences import SENTENCE, trained_tokenizer
-from .world import nothing_runs
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
 TEXTS = [f"{number} {SENTENCE * 3}" for number in range(60)]
 IDS = torch.arange(8 * 16).view(8, 16) % 200
 ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
 QUICK = {"recipe": "mask", "samples": 4, "sequence_length": 16}
-
-
-class Hub:
-    """Stands in for the hub: keeps what is uploaded in a folder of this machine."""
-
-    root, calls = Path(), []
-
-    def __init__(self, token: str | None = None, **_named: object) -> None:
-        self.token = token
-
-    def whoami(self) -> dict[str, str]:
-        return {"name": "me"}
-
-    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> None:
-        assert "/" in repo_id, "a token of few rights may not make it, and the client does not look whose it is"
-        self.calls.append((repo_id, private, exist_ok, self.token))
-
-    def auth_check(self, repo_id: str, *, write: bool) -> None:
-        if write and not repo_id.startswith("me/"):
-            raise ValueError("403 Client Error.\nForbidden")
-
-    def repo_info(self, repo_id: str) -> SimpleNamespace:
-        return SimpleNamespace(private=repo_id != "me/public")
-
-    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: list[str]) -> str:
-        place = self.root / repo_id
-        there = [str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()]
-        for old in filter_repo_objects(there, allow_patterns=delete_patterns):
-            (place / old).unlink()
-        shutil.copytree(folder_path, place, dirs_exist_ok=True)
-        return f"https://hub/{repo_id}/commit: {commit_message}"
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +48,10 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def here(models, tmp_path, monkeypatch) -> Path:
-    """A folder of its own with those models, a stand-in for the hub, and wikitext2 from this machine."""
+    """A folder of its own with those models, and wikitext2 from this machine."""
     for each in models.iterdir():
         (tmp_path / each.name).symlink_to(each)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(publishing, "HfApi", Hub)
-    monkeypatch.setattr(Hub, "root", tmp_path / "hub")
-    monkeypatch.setattr(Hub, "calls", [])
     monkeypatch.setattr(
         "permtriton.data.documents._from_hub", lambda name, arguments: Dataset.from_dict({"text": TEXTS})
     )
@@ -112,15 +74,11 @@ def test_every_block_of_the_page_runs_as_written(here, capsys):
     first = json.loads((here / "qwen-2of4" / "permtriton.json").read_text())
     assert first["config"]["sparsity"] == "2:4"
     assert not any("layers.0." in name for name in first["sparsity_by_layer"])
-    assert [call[:2] for call in Hub.calls] == [("me/qwen-2of4", None), ("me/my-model-2of4", True)]
-    published = AutoModelForCausalLM.from_pretrained(here / "hub" / "me" / "qwen-2of4")
-    ours = AutoModelForCausalLM.from_pretrained(here / "qwen-2of4")
-    assert all(torch.equal(a, b) for a, b in zip(published.parameters(), ours.parameters(), strict=True))
     assert (here / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert not list(here.glob(".*partial*")) + list(here.glob(".*dense*")), "nothing is left beside the outputs"
 
 
-PUBLIC = [*permtriton.__all__, "CompiledModel.evaluate", "CompiledModel.save_pretrained", "CompiledModel.push_to_hub"]
+PUBLIC = [*permtriton.__all__, "CompiledModel.evaluate", "CompiledModel.save_pretrained"]
 
 
 @pytest.mark.slow
@@ -260,6 +218,10 @@ def test_padding_in_a_dataset_is_not_read(here, kind):
         ({"data": TEXTS, "devise": "cpu"}, "unknown option 'devise': did you mean device"),
         ({"data": TEXTS, "learn_epochs": 3}, "`learn_epochs=` has no effect with `recipe=mask`"),
         ({"data": TEXTS, "restart": True}, "no effect without `output=`"),
+        ({"data": TEXTS, "save_format": "packed"}, "`save_format=` has no effect without `output=`"),
+        ({"data": TEXTS, "save_format": "zip", "output": "o"}, "format 'zip' is unknown"),
+        ({"save_format": "plain", "output": "o", "recipe": "heuristic,mask", "layout": "fused"}, "at run time"),
+        ({"data": TEXTS, "revision": "v2"}, "`revision=v2` has no effect on my-model, which is on this machine"),
         ({"data": TEXTS, "ignore": "*.nothing"}, "`ignore=*.nothing` names no linear of this model"),
         ({"data": TEXTS, "progress": 3}, "progress is 3: expected True, False, or a function"),
         ({"data": TEXTS, "model": 3}, "model is a int: expected a folder"),
@@ -297,22 +259,12 @@ def test_a_function_gets_every_step(here):
 
 def test_a_compiled_model_runs_tasks_alone(here):
     compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
+    assert repr(compiled_model).startswith("<CompiledModel: LlamaForCausalLM, 14 linears at 2:4, recipe mask")
     write_task(here / "tasks", "foxes", CHOICE, QUESTIONS)
     found = compiled_model.evaluate("none", tasks=["foxes"], tasks_dir="tasks", limit=2)
     assert (found.perplexity, [task.samples for task in found.tasks]) == (None, [2])
     with pytest.raises(ConfigError, match="with `eval_data=none` there is none: name one"):
         compiled_model.evaluate("none", against="my-model", tasks=["foxes"], tasks_dir="tasks")
-
-
-# -- saving and publishing -------------------------------------------------------------------------------------------
-
-
-def interrupted(*_arguments: object, **_named: object) -> None:
-    raise KeyboardInterrupt
-
-
-def refused(*_arguments: object, **_named: object) -> None:
-    raise RuntimeError("403 Client Error.\nNo space")
 
 
 @pytest.mark.parametrize("token", ["hf secret", "hf_s\u00e9cret", " ", "hf_\nsecret", b"hf_secret"])
@@ -328,45 +280,6 @@ def test_a_token_that_cannot_be_one_is_not_shown(token, here):
     assert Source("my-model", token="hf_secret\n").token == "hf_secret", "as it is read from a file"
 
 
-def test_publishing(here, monkeypatch):
-    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
-    with pytest.raises(OutputError, match="me/public is there already, and is public"):
-        compiled_model.push_to_hub("me/public", private=True)
-    Hub.calls.clear()
-    assert repr(compiled_model).startswith("<CompiledModel: LlamaForCausalLM, 14 linears at 2:4, recipe mask")
-    assert compiled_model.push_to_hub("me/it", token="secret", private=True).startswith(
-        "https://hub/me/it/commit: Prun"
-    )
-    assert Hub.calls == [("me/it", True, True, "secret")]
-    assert {"config.json", "model.safetensors", "permtriton.json", "README.md"} <= {
-        path.name for path in (here / "hub" / "me" / "it").iterdir()
-    }
-    assert 'from_pretrained("me/it")' in (here / "hub" / "me" / "it" / "README.md").read_text()
-    compiled_model.push_to_hub("mine", private=True)
-    assert 'from_pretrained("me/mine")' in (here / "hub" / "me" / "mine" / "README.md").read_text()
-    monkeypatch.setattr(type(compiled_model), "save_pretrained", lambda *_, **__: pytest.fail("it was saved"))
-    with pytest.raises(OutputError, match="you/it cannot be written on the hub: 403 Client Error"):
-        compiled_model.push_to_hub("you/it")
-
-
-def test_weights_of_an_earlier_upload_are_deleted(here, monkeypatch):
-    """Transformers would load them in place of shards, and vLLM the shards that their index names; others stay."""
-    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
-    published = here / "hub" / "me" / "it"
-    others = [published / name for name in ("model.png", "model_ema.safetensors", "models/lora/adapter.safetensors")]
-    for size in ("5GB", "20KB", "5GB"):
-        monkeypatch.setattr(save, "SHARD_SIZE", size)
-        compiled_model.push_to_hub("me/it")
-        for other in others:
-            other.parent.mkdir(parents=True, exist_ok=True)
-            other.touch()
-        record = json.loads((published / "permtriton.json").read_text())
-        weights = {path.name for path in published.glob("*.safetensors") if path not in others}
-        assert weights == record["files"].keys()
-        assert (published / "model.safetensors.index.json").exists() == (len(record["files"]) > 1) == (size == "20KB")
-        assert all(other.exists() for other in others)
-
-
 def test_a_model_that_is_divided_between_devices_is_refused():
     """As ``device_map="auto"`` loads a large one."""
     with PretendGpu().here():
@@ -377,52 +290,13 @@ def test_a_model_that_is_divided_between_devices_is_refused():
 
 
 @pytest.mark.slow
-def test_a_compilation_that_publishes_its_output(here, monkeypatch):
-    """The repository is made first; what is uploaded is what was saved, in its format; the token is written nowhere."""
+def test_the_token_is_written_nowhere(here):
     words = ["compile", "my-model", "--recipe", "mask", "--samples", "4", "--sequence-length", "16"]
-    words += ["--eval-data", "none"]
-    words += ["--calibration", "my-text.txt", "--save-format", "packed", "--push-to-hub", "me/out", "--token", "secret"]
+    words += ["--eval-data", "none", "--calibration", "my-text.txt", "--save-format", "packed", "--token", "secret"]
     said = CliRunner().invoke(app, [*words, "--output", "out"])
     assert said.exit_code == 0, said.output
-    assert Hub.calls == [("me/out", None, True, "secret")]
-    assert "published: https://hub/me/out/commit: Pruned to 2:4" in said.output
-    published = here / "hub" / "me" / "out"
-    for path in (here / "out").iterdir():
-        assert (published / path.name).read_bytes() == path.read_bytes()
-        assert b"secret" not in path.read_bytes()
     assert "secret" not in said.output
-    record = json.loads((published / "permtriton.json").read_text())
+    assert not any(b"secret" in path.read_bytes() for path in (here / "out").iterdir())
+    record = json.loads((here / "out" / "permtriton.json").read_text())
     assert record["export"]["format"] == "packed"
     assert "--save-format packed" in record["command"]
-    compiled = permtriton.compile("my-model", data=TEXTS, output="kept", push_to_hub="by-call", **QUICK)
-    assert (here / "hub" / "me" / "by-call" / "model.safetensors").is_file()
-    assert compiled.source is not None
-    monkeypatch.setattr(Hub, "upload_folder", interrupted)
-    stopped = CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "me/half", "--output", "half"])
-    assert stopped.exit_code == 130
-    assert "half is complete: publish it with hf upload me/half half" in stopped.stderr
-    assert "continues" not in stopped.stderr, "the same command would be refused"
-    monkeypatch.setattr(Hub, "upload_folder", refused)
-    failed = CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "me/full", "--output", "full"])
-    assert failed.exit_code == 2
-    assert "403 Client Error" in failed.stderr
-    assert "full is complete: publish it with hf upload me/full full" in failed.stderr
-    assert "verification" in json.loads((here / "full" / "permtriton.json").read_text())
-
-    nothing_runs(monkeypatch)
-    assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "you/it", "--output", "no"]).exit_code == 2
-    with pytest.raises(OutputError, match="you/it cannot be written on the hub"):
-        permtriton.compile("my-model", data=TEXTS, output="no", push_to_hub="you/it", **QUICK)
-    calls = len(Hub.calls)
-    assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "me/no", "--output", "out"]).exit_code == 2
-    assert CliRunner().invoke(app, ["compile", "no-model", "--push-to-hub", "me/no", "--output", "no"]).exit_code == 2
-    assert len(Hub.calls) == calls, "no repository is made for what cannot be compiled"
-    for options, message in [
-        ({"save_format": "zip", "output": "o"}, "format 'zip' is unknown"),
-        ({"save_format": "plain", "output": "o", "layout": "fused", "recipe": "heuristic,mask"}, "at run time"),
-        ({"save_format": "packed"}, "`save_format=` has no effect without `output=`"),
-        ({"push_to_hub": "me/it"}, "`push_to_hub=` needs `output=`, a folder that keeps the result"),
-        ({"revision": "v2"}, "`revision=v2` has no effect on my-model, which is on this machine"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            permtriton.compile("my-model", **{"data": TEXTS, **QUICK, **options})

@@ -1,4 +1,4 @@
-"""The programs in examples/: each runs as it is, on a tiny model, with a stand-in for the hub."""
+"""The programs in examples/: each runs as it is, on a tiny model."""
 
 import re
 import runpy
@@ -6,15 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 import permtriton
-from permtriton.checkpoint import publishing
 
 from . import zoo
 from .sentences import SENTENCE, trained_tokenizer
-from .test_api import Hub
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUICK = ("--recipe", "mask", "--data", "text.txt", "--samples", "4", "--sequence-length", "16")
@@ -26,15 +23,12 @@ def run(name: str, *words: str) -> None:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """A folder with a tiny model and a text, and a stand-in for the hub."""
+    """A folder with a tiny model and a text."""
     tokenizer = trained_tokenizer()
     zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(SENTENCE * 60, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(publishing, "HfApi", Hub)
-    monkeypatch.setattr(Hub, "root", tmp_path / "hub")
-    monkeypatch.setattr(Hub, "calls", [])
     return tmp_path
 
 
@@ -49,16 +43,6 @@ def test_a_model_end_to_end(here, capsys):
     assert all(
         (w.view(-1, 4) != 0).sum(1).max() == 2 for n, w in packed.named_parameters() if n.endswith("proj.weight")
     )
-
-
-@pytest.mark.slow
-def test_publishing(here, capsys):
-    run("publish.py", "model", "me/model-2of4", "--eval-data", "text.txt", *QUICK)
-    assert [call[:2] for call in Hub.calls] == [("me/model-2of4", True), ("me/model-2of4-packed", True)]
-    plain, packed = (AutoModelForCausalLM.from_pretrained(here / "hub" / name) for name, *_ in Hub.calls)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), packed.parameters(), strict=True))
-    assert "perplexity, this model" in (here / "hub" / "me" / "model-2of4" / "README.md").read_text()
-    assert "https://hub/me/model-2of4-packed" in capsys.readouterr().out
 
 
 @pytest.mark.slow

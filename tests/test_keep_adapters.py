@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 import permtriton
 from permtriton.errors import ModelError
 
-from . import folders
+from . import folders, zoo
 from .keeping import (
     UP,
     adapted,
@@ -77,3 +77,16 @@ def test_what_cannot_be_merged_is_refused():
     folders.fuse(gathering := pruned_llama(), [], [UP.removesuffix(".weight")])
     with pytest.raises(ModelError, match=r"0\.mlp\.up_proj brings its input into another order, which its adapter"):
         permtriton.keep_pattern(gathering).merge_and_unload(adapted(gathering))
+
+
+def test_an_adapter_of_the_dense_model_is_refused_where_channels_moved(tmp_path):
+    zoo.tiny_llama().save_pretrained(tmp_path / "dense")
+    folder = folders.save(pruned_llama(), tmp_path / "pruned")
+    site = {"name": "q", "linears": ["q"], "index": [1, 0]}
+    folders.edit_json(folder / "permtriton.json", lambda at: at.update(model=str(tmp_path / "dense"), sites=[site]))
+    adapted(folders.load(tmp_path / "dense")).save_pretrained(tmp_path / "adapter")
+    peft, model = pytest.importorskip("peft"), folders.load(folder)
+    kept = permtriton.keep_pattern(model)
+    for call in (permtriton.keep_pattern, kept.merge_and_unload):
+        with pytest.raises(ModelError, match=r"the adapter was trained on \S*dense, .*: train it on the compiled"):
+            call(peft.PeftModel.from_pretrained(model, tmp_path / "adapter"))

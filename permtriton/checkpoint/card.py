@@ -15,9 +15,8 @@ from permtriton.checkpoint.read_record import described_sparsity
 from permtriton.model.gguf_file import in_words
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, read_json
 from permtriton.model.name import is_hub_name, shown_name
-from permtriton.util.durable import replace_file
 from permtriton.util.extras import HOME, WHERE, install_command
-from permtriton.util.output_files import real_path, to_json
+from permtriton.util.output_files import to_json
 
 CARD_FILE = "README.md"
 PROJECT = f"[permtriton]({HOME})" if HOME else "permtriton"
@@ -58,17 +57,6 @@ def write_record(folder: Path, record: Mapping[str, Any], loads_with: str, name:
     return written
 
 
-def name_repository(folder: Path, repo: str) -> None:
-    """Makes the example in a folder's card load from the repository ``repo``; a card that somebody changed stays."""
-    card, record = folder / CARD_FILE, read_json(folder / REPORT_FILE)
-    if file_sha256(card) != record.get("card"):
-        return
-    content = card.read_bytes().replace(_source(real_path(folder).name).encode(), _source(repo).encode())
-    replace_file(card, lambda path: path.write_bytes(content))
-    record["card"] = file_sha256(card)
-    replace_file(folder / REPORT_FILE, lambda path: path.write_text(to_json(record) + "\n", encoding="utf-8"))
-
-
 def model_card(
     report: Mapping[str, Any], architecture: str, loads_with: str, name: str, custom: str | None = None
 ) -> str:
@@ -78,7 +66,7 @@ def model_card(
         report: content of ``permtriton.json``.
         architecture: class of the model.
         loads_with: what loads the folder, such as `ALONE`.
-        name: folder or repository that the model is loaded from.
+        name: folder that the model is loaded from.
         custom: class of transformers that loads a model that comes with its own code; None for other models.
     """
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
@@ -87,6 +75,7 @@ def model_card(
     title = shown_name(source, on_hub)
     no_kind = (architecture if hasattr(transformers, architecture) else custom or "AutoModel", None)
     loader, task = next(((by, task) for names, by, task in _KINDS if architecture in names.values()), no_kind)
+    call = f"from_pretrained({json.dumps(name)}{', trust_remote_code=True' if custom else ''})"
     evaluated = _results(report, task)
     front = ModelCardData(
         library_name="transformers",
@@ -108,7 +97,7 @@ def model_card(
         "## Result",
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {_code(value)} |" for name, value in facts(report))]),
         "## Load it",
-        _loading(report, loader, loads_with, f"{_source(name)}{', trust_remote_code=True' if custom else ''})"),
+        _loading(report, loader, loads_with, call),
         "## What was verified",
         "\n".join(f"- {name}: {result}" for name, result in checks(report)),
         "## Repeat it",
@@ -197,10 +186,6 @@ def _loading(report: Mapping[str, Any], loader: str, loads_with: str, call: str)
             "`import permtriton`."
         )
     return "\n".join([text, "", "```python", *lines, "```"])
-
-
-def _source(name: str) -> str:
-    return f"from_pretrained({json.dumps(name)}"
 
 
 def checks(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""One compilation that a command or a Python call starts: it reads, runs, saves and publishes a model."""
+"""One compilation that a command or a Python call starts: it reads, compiles and saves a model."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -16,7 +16,6 @@ from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.fp8 import check_quantizable
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
-from permtriton.checkpoint.publishing import WEIGHTS, make_repository, upload
 from permtriton.data.calibration import calibration_samples, fitted, stand_in
 from permtriton.data.held_out import read_held_out
 from permtriton.data.in_memory import name_of
@@ -85,7 +84,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Job:
-    """One compilation of a model, with its options; `run`, `save` and `publish` carry it out, in this order."""
+    """One compilation of a model, with its options; `run` and `save` carry it out, in this order."""
 
     model: Source | PreTrainedModel  # where the model is, or the model in memory
     config: CompileConfig  # every option
@@ -101,13 +100,6 @@ class Job:
             )
         permuted = self.config.layout == "fused"
         check_format(self.args.save_format or Format.DENSE, permuted=permuted, what="the compiled model")
-        if self.args.push_to_hub is not None and self.output is None:
-            raise ConfigError(
-                "`push_to_hub=` needs `output=`, a folder that keeps the result if the hub cannot be reached: name "
-                "one, or call push_to_hub of the compiled model"
-            )
-        if self.args.private is not None and self.args.push_to_hub is None:
-            raise ConfigError("`private=` has no effect without `push_to_hub=`: leave it out")
         allowed_placements(self.args.shard, self.args.onload)
 
     @cached_property
@@ -126,14 +118,6 @@ class Job:
     def output(self) -> Path | None:
         """The output folder, beside which states of long stages are kept; None if nothing is written."""
         return None if self.args.output is None else Path(self.args.output)
-
-    @cached_property
-    def _repository(self) -> str | None:
-        """The repository on the hub, which is created if it does not exist; None if this rank publishes nothing."""
-        args = self.args
-        if args.push_to_hub is None or ranks.number():
-            return None
-        return make_repository(args.push_to_hub, args.token, args.private)
 
     @contextmanager
     def claimed(self, progress: Progress) -> Iterator[None]:
@@ -154,8 +138,6 @@ class Job:
         """Loads and compiles the model. Call it inside `claimed`; `save` writes the output."""
         inputs = self._loaded(progress)
         source = self._source and self._source.at_commit(inputs.model.config)
-        if self._repository is not None:
-            progress.say(f"the result will be published in {self._repository}")
         compiled = compile_loaded(inputs)
         # A device that holds the compiled model can hold the dense one, too.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
@@ -184,26 +166,6 @@ class Job:
             progress.say(f"saving and verifying {self.output}")
             with progress.stage("save", 0):
                 compiled.save_pretrained(self.output, format=self.args.save_format, overwrite=self.args.overwrite)
-
-    def publish(self, compiled: CompiledModel, progress: Progress) -> str | None:
-        """Publishes the output that `save` wrote, if requested; only the first rank publishes.
-
-        Returns:
-            The address of the commit on the hub; None where nothing was published.
-        """
-        if self._repository is None or self.output is None:
-            return None
-        progress.say(f"publishing {self._repository}")
-        deleting = " ".join(f'--delete "{pattern}"' for pattern in WEIGHTS)
-        left = f"{self.output} is complete: publish it with hf upload {self._repository} {self.output} {deleting}"
-        try:
-            with progress.stage("publish", 0):
-                return upload(self.output, self._repository, self.args.token, compiled.commit_message)
-        except OutputError as error:
-            raise OutputError(f"{error}. {left}") from error
-        except KeyboardInterrupt as interruption:
-            interruption.add_note(left)
-            raise
 
     def dry_run(self, progress: Progress, devices: Devices | None = None) -> DryRun:
         """Loads the model and returns what its compilation would do and need; writes no output.

@@ -1,6 +1,5 @@
-"""What `permtriton.compile` returns: a pruned model that can be measured, saved and published."""
+"""What `permtriton.compile` returns: a pruned model that can be measured and saved."""
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,12 @@ from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.masks import Masks, Order
 from permtriton.checkpoint.output import claimed, working_folder
 from permtriton.checkpoint.pruned import Pruned, pruned_parameters
-from permtriton.checkpoint.publishing import make_repository, upload
 from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.read_record import read_record
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.in_memory import Data
 from permtriton.evaluation.evaluate import Against, Evaluated, evaluate_with
 from permtriton.methods.recipe_config import CompileConfig
-from permtriton.model.name import checked_token
 from permtriton.util.machine import as_torch_starts
 from permtriton.util.output_files import real_path
 
@@ -151,47 +148,3 @@ class CompiledModel(Pruned):
         for state in self.states:
             state.unlink(missing_ok=True)
         return real_path(path)
-
-    def push_to_hub(
-        self,
-        repo: str,
-        *,
-        format: str | None = None,
-        private: bool | None = None,
-        token: str | None = None,
-        message: str | None = None,
-    ) -> str:
-        """Saves the model to a temporary folder, which `save_pretrained` verifies, and uploads the folder to the hub.
-
-        Weights of an earlier upload are deleted there; other files stay.
-
-        Args:
-            repo: name of the repository, such as ``me/my-model-2of4``; it is created if it does not exist. Without an
-                owner in the name, the owner of the token is taken.
-            format: as `save_pretrained` takes it.
-            private: whether a new repository is private; None for the default of its owner.
-            token: token of the hub; None for the one of ``hf auth login`` or of ``HF_TOKEN``.
-            message: message of the commit; None for one that names the recipe.
-
-        Returns:
-            The address of the commit.
-
-        Raises:
-            OutputError: the hub refuses the repository or the upload, or cannot be reached. A token that may not write
-                is refused before the model is saved.
-            PermTritonError: as `save_pretrained`.
-
-        Example:
-            >>> compiled.push_to_hub("me/my-model-2of4", private=True)
-            'https://...'
-        """
-        token = checked_token(token)
-        repo = make_repository(repo, token, private)
-        with tempfile.TemporaryDirectory(prefix="permtriton-") as place:
-            folder = self.save_pretrained(Path(place, "model"), format=format)
-            return upload(folder, repo, token, message or self.commit_message)
-
-    @property
-    def commit_message(self) -> str:
-        """Message of a commit on the hub."""
-        return f"Pruned to {self.plan.sparsity(self.config.sparsity)} by permtriton, recipe {self.config.recipe}"

@@ -24,7 +24,6 @@ from permtriton.checkpoint.save import save
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, reading
 from permtriton.model.copied_files import fetch_copied_files
-from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.prunable import check_loaded
 from permtriton.model.source import source_of_loaded
@@ -310,13 +309,11 @@ def _refuse_dense_adapters(model: Any, inner: Any, record: Record | None) -> Non
     if record is None or not any(moved(torch.tensor(site["index"])) for site in record["sites"]):
         return
     for config in getattr(model, "peft_config", {}).values():
-        base = config.base_model_name_or_path or inner.name_or_path
-        unpruned = Path(base, CONFIG_FILE).is_file() and not Path(base, REPORT_FILE).is_file()
-        if base != inner.name_or_path and (base == record["model"] or unpruned):
+        base = config.base_model_name_or_path
+        if base and real_path(Path(base)) == real_path(Path(record["model"])):
             raise ModelError(
-                f"the adapter was trained on {base}, whose channels have another order than those of "
-                f"{inner.name_or_path}: write it in this order with permtriton adapt ADAPTER --to FOLDER. If it was "
-                "trained in this order, say so by base_model_name_or_path in its adapter_config.json"
+                f"the adapter was trained on {base}, the dense model, whose channels have another order than those of "
+                f"{inner.name_or_path}: train it on the compiled folder"
             )
 
 

@@ -156,10 +156,10 @@ def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | P
         raise ConfigError(
             f"model is a {type(model).__name__}: expected a folder, a hub name, demo, or a transformers model"
         )
-    if replace(Source("", **loading), token=None) != Source(""):  # the token may be for publishing
+    if Source("", **loading) != Source(""):
         raise ConfigError(
-            "`device=`, `dtype=`, `trust_remote_code=`, `gguf_file=` and `revision=` have no effect on a loaded "
-            "model: leave them out"
+            "`device=`, `dtype=`, `trust_remote_code=`, `gguf_file=`, `revision=` and `token=` have no effect on a "
+            "loaded model: leave them out"
         )
     return model
 
