@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     if options.lora:
         result["before_merging"] = measured("before merging", model.eval(), held_out, options.dense)
-        result["lost"] = kept.merge_and_unload(trained).lost
+        result["lost"] = kept.merge_and_unload(trained)
         console.print(f"{result['lost']:.0%} of the adapter's change fell on zeros")
     model.to(getattr(torch, kept.record["dtype"]))  # that of the folder
     kept.save_pretrained(options.output, tokenizer, overwrite=True)

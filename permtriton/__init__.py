@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from permtriton.evaluation.report import report as report
     from permtriton.finetune.keep_pattern import KeepPattern as KeepPattern
     from permtriton.finetune.keep_pattern import KeptPattern as KeptPattern
-    from permtriton.finetune.keep_pattern import MergedAdapter as MergedAdapter
     from permtriton.finetune.keep_pattern import keep_pattern as keep_pattern
     from permtriton.methods.recipe_config import CompileConfig as CompileConfig
     from permtriton.recipe import config_from as config_from
@@ -49,7 +48,7 @@ _NAMES = {
     "errors": ("PermTritonError",),
     "evaluation.evaluate": ("Evaluated",),
     "evaluation.report": ("report",),
-    "finetune.keep_pattern": ("KeepPattern", "KeptPattern", "MergedAdapter", "keep_pattern"),
+    "finetune.keep_pattern": ("KeepPattern", "KeptPattern", "keep_pattern"),
     "methods.recipe_config": ("CompileConfig",),
     "recipe": ("config_from", "recipes"),
     "util.progress": ("Event",),

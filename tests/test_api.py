@@ -106,7 +106,7 @@ def test_public_names_are_described_and_their_examples_run(here, name):
 def test_every_name_of_the_page_is_public_and_the_other_way_round():
     rows = re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
     named = {name.partition(".")[0] for row in rows for name in re.findall(r"`(\w[\w.]*)`", row)}
-    assert named == set(permtriton.__all__) - {"__version__", "DryRun", "Evaluated", "Event", "MergedAdapter"}
+    assert named == set(permtriton.__all__) - {"__version__", "DryRun", "Evaluated", "Event"}
     assert dir(permtriton) == sorted(permtriton.__all__)
     assert permtriton.__version__ == "0.1.0"
 

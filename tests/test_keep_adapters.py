@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import permtriton
-from permtriton.errors import ModelError
+from permtriton.errors import ModelError, VerificationError
 
 from . import folders, zoo
 from .keeping import (
@@ -33,16 +33,15 @@ def test_an_adapter_merges_onto_the_zeros(tmp_path, call):
     train(wrapped, torch.optim.AdamW([each for each in wrapped.parameters() if each.requires_grad], 1e-2), 2)
     with pytest.raises(ModelError, match="the model has adapters: merge them first"):
         kept.save_pretrained(tmp_path / "trained")
-    (delta,) = (layer.get_delta_weight("default").detach() for name, layer in wrapped.named_modules()
-                if name.endswith("layers.0.mlp.up_proj"))  # fmt: skip
-    merged = kept.merge_and_unload(wrapped)
-    assert merged.model is model
+    deltas = {f"{name.removeprefix('base_model.model.')}.weight": layer.get_delta_weight("default").detach()
+              for name, layer in wrapped.named_modules() if hasattr(layer, "get_delta_weight")}  # fmt: skip
+    size = sum(delta.square().sum() for delta in deltas.values())
+    fallen = sum(delta[before[name]].square().sum() for name, delta in deltas.items())
+    lost = kept.merge_and_unload(wrapped)
     check_kept(model, before, list(kept.patterns))
-    torch.testing.assert_close(model.get_parameter(UP), start + delta.masked_fill(before[UP], 0))
-    share = float(delta[before[UP]].square().sum() / delta.square().sum())
-    assert merged.lost_by_weight[UP] == pytest.approx(share, rel=1e-4)
-    assert len(merged.lost_by_weight) == 4
-    assert 0.3 < merged.lost < 0.7
+    torch.testing.assert_close(model.get_parameter(UP), start + deltas[UP].masked_fill(before[UP], 0))
+    assert lost == pytest.approx(float(fallen / size), rel=1e-4)
+    assert 0.3 < lost < 0.7
     permtriton.export(kept.save_pretrained(tmp_path / "trained"), tmp_path / "packed")
 
 
@@ -55,12 +54,16 @@ def test_a_merge_that_fails_on_its_way_keeps_the_zeros():
     check_kept(model, before, [UP])
 
 
-def test_a_copy_that_peft_trained_whole_is_not_merged():
+def test_a_copy_that_peft_trained_whole_is_not_saved(tmp_path):
+    """Merging puts it in the place of the weight whose zeros were kept."""
     peft = pytest.importorskip("peft")
-    kept = permtriton.keep_pattern(model := pruned_llama())
+    model = AutoModelForCausalLM.from_pretrained(folders.save(pruned_llama(), tmp_path / "pruned"))
+    kept = permtriton.keep_pattern(model)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"]))
-    with pytest.raises(ModelError, match=r"up_proj\.original_module: .*modules_to_save"):
-        kept.merge_and_unload(wrapped)
+    train(wrapped, torch.optim.AdamW([each for each in wrapped.parameters() if each.requires_grad], 1e-2), 1)
+    kept.merge_and_unload(wrapped)
+    with pytest.raises(VerificationError, match=r"up_proj\S* .*nonzero weights, but 2:4 allows 2"):
+        kept.save_pretrained(tmp_path / "trained")
 
 
 def test_what_cannot_be_merged_is_refused():
@@ -68,11 +71,11 @@ def test_what_cannot_be_merged_is_refused():
     peft = pytest.importorskip("peft")
     model, prompted = pruned_llama(), pruned_llama()
     kept, prompt = permtriton.keep_pattern(model), peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    for other, keep in (
-        (adapted(pruned_llama()), kept), (model, kept),
-        (peft.get_peft_model(prompted, prompt), permtriton.keep_pattern(prompted)),
-    ):  # fmt: skip
-        with pytest.raises(ModelError, match=r"no adapter that can be merged .*Soft prompts change no weights"):
+    with pytest.raises(ModelError, match="is not the model that is kept: give its PeftModel"):
+        kept.merge_and_unload(adapted(pruned_llama()))
+    prompted_kept = permtriton.keep_pattern(prompted)
+    for other, keep in ((model, kept), (peft.get_peft_model(prompted, prompt), prompted_kept)):
+        with pytest.raises(ModelError, match=r"the adapters cannot be merged: .*merge_and_unload"):
             keep.merge_and_unload(other)
     folders.fuse(gathering := pruned_llama(), [], [UP.removesuffix(".weight")])
     with pytest.raises(ModelError, match=r"0\.mlp\.up_proj brings its input into another order, which its adapter"):

@@ -178,7 +178,6 @@ def test_zeros_of_frozen_layers_are_saved_without_a_sign(tmp_path):
     weight = model.get_parameter(UP).requires_grad_(False)
     assert weight[0, 0].signbit()
     kept = permtriton.keep_pattern(model)
-    assert not weight[0, :4].signbit().any()
     weight[0, 2] = -0.0
     saved = kept.save_pretrained(tmp_path / "trained")
     assert not folders.load(saved).get_parameter(UP)[0, :4].signbit().any()
@@ -266,9 +265,9 @@ def of_another_class(folder: Path) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (changed_since, f"{UP} is not 2:4 any more: a group holds 4 nonzero weights"),
-        (packed, "up_proj: packed weights and .* cannot be trained: write .* with permtriton export --format dense"),
-        (of_another_class, r"lists the N:M weight model.layers.1\S+, which this LlamaModel does not have"),
+        (changed_since, f"{UP} is not 2:4 any more: call keep_pattern before any training"),
+        (packed, "does not have the N:M weight .*up_proj.* packed weights as permtriton export --format dense"),
+        (of_another_class, r"this LlamaModel does not have the N:M weight model.layers.1\S+ of "),
         (lambda folder: AutoModelForCausalLM.from_pretrained(folder).to("meta"), "has no values"),
         (lambda folder: zoo.tiny_llama(), "no weight of this LlamaForCausalLM is N:M"),
     ],
@@ -300,7 +299,7 @@ def test_norms_that_liger_replaced_are_refused():
 def test_a_parametrized_weight_and_a_model_without_a_record_are_refused(tmp_path):
     model = pruned_llama()
     kept = permtriton.keep_pattern(model)
-    with pytest.raises(ModelError, match=r"was loaded without permtriton\.json, which would have"):
+    with pytest.raises(ModelError, match=r"was loaded without permtriton\.json, which has"):
         kept.save_pretrained(tmp_path / "trained")
     nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", nn.Identity())
     with pytest.raises(ModelError, match="is no whole parameter any more"):

@@ -1,13 +1,11 @@
 """Keeps the zeros of N:M weights during training.
 
 After every step of an optimizer, in any training loop, torch calls a hook, which sets those of the optimizer's weights
-that were zero to zero again. The model itself is not changed, so that it compiles and is saved as before. Two
-alternatives were measured (``benchmarks/keep_variants.py``): a parametrization changes the names of the weights and
-loses what PEFT merges, and masks on gradients fail with an optimizer that changes weights whose gradient is zero.
+that were zero to zero again. The model itself is not changed, so that it compiles and is saved as before
+(``benchmarks/keep_variants.py`` measures the alternatives, parametrizations and masks on gradients).
 """
 
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from permtriton.checkpoint.save import save
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, reading
 from permtriton.model.copied_files import fetch_copied_files
-from permtriton.model.modules import is_packed, is_permuted
+from permtriton.model.modules import is_permuted
 from permtriton.model.prunable import check_loaded
 from permtriton.model.source import source_of_loaded
 from permtriton.util import ranks
@@ -37,26 +35,15 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     """Keeps the zeros of every N:M weight of a model while it is trained: each step of an optimizer restores them.
 
     Call it once the weights are loaded. The model may be wrapped before or afterwards (``torch.compile``, DDP,
-    accelerate, PEFT); a copy is another model, which needs another call. The weights are those that
-    ``permtriton.json`` lists in the folder that the model was loaded from; without that file, every linear and every
-    stack of experts whose groups keep N of M values. The zeros of a weight take a byte for each of its values. A kept
-    weight may pass through zero, but one that is zero at this call stays zero.
-
-    Returns:
-        The object that saves the trained model, merges an adapter, or stops keeping the zeros.
+    accelerate, PEFT). The weights are those that ``permtriton.json`` lists in the folder that the model was loaded
+    from; without that file, every linear and every stack of experts whose groups keep N of M values. The zeros of a
+    weight take a byte for each of its values. The result saves the trained model, merges an adapter, or stops keeping
+    the zeros.
 
     Raises:
         ConfigError: ``model`` is no loaded model.
-        ModelError: no weight is N:M, a listed one is not or is missing, an adapter was trained on the dense model, the
-            model cannot be trained (such as one whose weights are packed, in 8 bits, empty or divided among ranks), or
-            the hub refuses access to the files beside the weights: for a private model, ``HF_TOKEN`` has to be set.
-
-    Example:
-        >>> from transformers import AutoModelForCausalLM
-        >>> model = AutoModelForCausalLM.from_pretrained("my-model-2of4")
-        >>> kept = permtriton.keep_pattern(model)
-        >>> kept.patterns["model.layers.0.mlp.up_proj.weight"]
-        NMPattern(kept=2, group=4)
+        ModelError: no weight is N:M, a listed one is not or is missing, as where weights are packed, an adapter was
+            trained on the dense model, the model cannot be trained, or the hub refuses the files beside the weights.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}: expected a loaded model")
@@ -66,13 +53,17 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     if source and record:
         fetch_copied_files(source)  # now, and not when the trained model is saved
     check_loaded(inner)
-    _refuse_untrainable(inner)
-    _refuse_dense_adapters(model, inner, record)
-    weights = _weights(inner, record)
-    if not weights:
+    for name, module in inner.named_modules():
+        forward = getattr(vars(module).get("forward"), "__module__", "")
+        if is_permuted(module) and forward.startswith("liger_kernel"):  # Trainer replaces it before its callbacks
+            raise ModelError(
+                f"{name} permutes channels, and Liger's norm, which runs in its place, does not: give Trainer "
+                "`liger_kernel_config={'rms_norm': False}`, or train a model of the layout portable"
+            )
+    _refuse_dense_adapters(model, record)
+    if not (weights := _weights(inner, record)):
         raise ModelError(
-            f"no weight of this {type(inner).__name__} is N:M: expected a model that was pruned, with its zeros in "
-            "groups. Load a folder that permtriton compile wrote"
+            f"no weight of this {type(inner).__name__} is N:M: load a folder that permtriton compile wrote"
         )
     return KeptPattern(inner, weights, record)
 
@@ -84,7 +75,6 @@ class _Weight:
         owner, _, self.key = name.rpartition(".")
         self.owner, self.pruned = model.get_submodule(owner), pruned
         self.zeros = self.parameter.detach() == 0
-        self.clear_signs()
 
     @property
     def parameter(self) -> Tensor:
@@ -101,28 +91,6 @@ class _Weight:
     def restore(self) -> None:
         self.zeros = self.zeros.to(self.parameter.device)
         self.parameter.masked_fill_(self.zeros, 0)
-
-    @torch.no_grad()
-    def clear_signs(self) -> None:
-        """Replaces each -0.0 by 0.0: float16 rounds small negative weights to -0.0."""
-        negative = self.parameter.signbit() & (self.parameter == 0)
-        if bool(negative.any()):  # only then: a weight that is not written may stay memory-mapped
-            self.parameter.masked_fill_(negative, 0)
-
-
-@dataclass(frozen=True)
-class MergedAdapter:
-    """What `KeptPattern.merge_and_unload` returns.
-
-    Attributes:
-        model: the model without adapters, whose weights are N:M.
-        lost: share of the squared norm of all changes to N:M weights by merging that fell on zeros and is lost.
-        lost_by_weight: name -> the same share, for each N:M weight that the adapter changed.
-    """
-
-    model: nn.Module
-    lost: float
-    lost_by_weight: dict[str, float]
 
 
 class KeptPattern:
@@ -157,85 +125,64 @@ class KeptPattern:
         """Stops keeping the zeros: later optimizer steps change all weights."""
         self._hook.remove()
 
-    def merge_and_unload(self, model: Any, **options: Any) -> MergedAdapter:
+    def merge_and_unload(self, model: Any, **options: Any) -> float:
         """Merges PEFT's adapters into the weights, and sets the weights that were zero to zero again.
 
-        What an adapter changes in zeros is lost: measure the model before and after. While it merges, a second copy of
-        the N:M weights is in memory.
+        While it merges, a second copy of the N:M weights is in memory. ``model`` is the ``PeftModel`` of the kept
+        model, which has no adapters afterwards; the options are those of PEFT's ``merge_and_unload``.
 
-        Args:
-            model: the ``PeftModel`` of the kept model.
-            options: arguments of PEFT's ``merge_and_unload``.
+        Returns:
+            The share of the squared norm of all changes to N:M weights that fell on zeros and is lost.
 
         Raises:
             ModelError: ``model`` is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged, such
-                as one trained on the dense model, in ``modules_to_save``, or on a linear that gathers its input.
+                as one trained on the dense model or on a linear that gathers its input.
         """
-        inner: Any = self._model()
-        if not hasattr(model, "merge_and_unload") or _unwrapped(model) is not inner:
-            raise ModelError(
-                f"this {type(model).__name__} has no adapter that can be merged into the model that is kept: give its "
-                "PeftModel. Soft prompts change no weights; load adapters of add_adapter by PeftModel.from_pretrained"
-            )
-        _refuse_dense_adapters(model, inner, self.record)
-        owners = {id(weight.owner) for weight in self._weights.values()}
+        if _unwrapped(model) is not self._model():
+            raise ModelError(f"this {type(model).__name__} is not the model that is kept: give its PeftModel")
+        _refuse_dense_adapters(model, self.record)
         for name, module in model.named_modules():
-            if ".original_module" in name and id(module) in owners:
-                raise ModelError(
-                    f"{name}: merging replaces it by the copy that modules_to_save trained, whose zeros are not "
-                    "kept: train it by target_modules in place of modules_to_save"
-                )
             if name.endswith(BASE_LAYER) and is_permuted(module):
                 raise ModelError(
                     f"{name.removesuffix(BASE_LAYER)} brings its input into another order, which its adapter does not "
                     "read: keep the adapter beside the model, or train one of the layout portable"
                 )
         before = {name: weight.parameter.detach().clone() for name, weight in self._weights.items()}
-        size, lost = dict[str, float](), dict[str, float]()
+        size = lost = 0.0
         try:
             with reading("the adapters cannot be merged", ModelError):
-                merged = model.merge_and_unload(**options)
+                model.merge_and_unload(**options)
             for name, weight in self._weights.items():
                 change = (weight.parameter.detach() - before.pop(name)).float().square()
-                size[name], lost[name] = float(change.sum()), float(change[weight.zeros].sum())
+                size, lost = size + float(change.sum()), lost + float(change[weight.zeros].sum())
         finally:
             self.restore()
-        shares = {name: lost[name] / size[name] for name in size if size[name]}
-        return MergedAdapter(merged, sum(lost.values()) / (sum(size.values()) or 1.0), shares)
+        return lost / (size or 1.0)
 
     def save_pretrained(
         self, folder: str | Path, tokenizer: Processor | None = None, *, overwrite: bool = False
     ) -> Path:
         """Writes the trained model with ``permtriton.json``, and verifies it before it is renamed into place.
 
-        All ranks must call it. The first one writes; all return its result, or raise its error.
-
-        Args:
-            folder: folder to write.
-            tokenizer: tokenizer or processor to save with the model.
-            overwrite: whether an earlier output of permtriton may be replaced.
-
-        Returns:
-            The absolute path of the folder.
+        All ranks must call it. The first one writes; all return the absolute path of the folder, or raise its error.
+        The tokenizer or processor is saved, too; ``overwrite`` allows to replace an earlier output of permtriton.
 
         Raises:
             ModelError: the model is gone, was not loaded from permtriton's output, has adapters, or cannot be saved.
             OutputError: the folder exists and may not be replaced, or cannot be written.
             VerificationError: the written checkpoint fails a check; nothing is left behind.
         """
-        model: Any = self._model()
-        record = self.record
+        model, record = self._model(), self.record
         if model is None:
             raise ModelError("the model does not exist any more: keep a reference to it until it is saved")
         if record is None:
-            raise ModelError(
-                f"this {type(model).__name__} was loaded without permtriton.json, which would have to be saved, too: "
-                "use save_pretrained of what permtriton.compile returned, or the model's own. " + PRUNED_ELSEWHERE
-            )
+            advice = f"use save_pretrained of what permtriton.compile returned, or the model's own. {PRUNED_ELSEWHERE}"
+            raise ModelError(f"the model was loaded without permtriton.json, which has to be saved, too: {advice}")
         if any(name.endswith(BASE_LAYER) for name, _ in model.named_modules()):
             raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
-        for weight in self._weights.values():
-            weight.clear_signs()
+        with torch.no_grad():
+            for weight in self._weights.values():
+                weight.parameter.add_(0.0)  # turns -0.0 into 0.0: float16 rounds small negative weights to -0.0
         pruned, path = {name: weight.pruned for name, weight in self._weights.items()}, real_path(Path(folder))
         ranks.on_first(lambda: save(model, tokenizer, record, pruned, path, overwrite=overwrite))
         return path
@@ -246,37 +193,22 @@ class KeepPattern(TrainerCallback):
 
     Attributes:
         kept: what `permtriton.keep_pattern` returned; None before training.
-
-    Example:
-        >>> from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-        >>> model = AutoModelForCausalLM.from_pretrained("my-model-2of4")
-        >>> keep = permtriton.KeepPattern()
-        >>> arguments = TrainingArguments("training", max_steps=2, report_to="none", disable_tqdm=True, use_cpu=True)
-        >>> sample = {"input_ids": list(range(16)), "labels": list(range(16))}
-        >>> trained = Trainer(model, arguments, train_dataset=[sample] * 16, callbacks=[keep]).train()
-        {...
-        >>> keep.save_pretrained("my-model-trained").name
-        'my-model-trained'
     """
 
     kept: KeptPattern | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        if self.kept is not None:
-            self.kept.remove()
         self.kept = keep_pattern(named["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         assert self.kept is not None
         self.kept.remove()
 
-    def save_pretrained(
-        self, folder: str | Path, tokenizer: Processor | None = None, *, overwrite: bool = False
-    ) -> Path:
-        """Saves the trained model as `KeptPattern.save_pretrained` does."""
+    def save_pretrained(self, *arguments: Any, **options: Any) -> Path:
+        """Calls `KeptPattern.save_pretrained` with the same arguments."""
         if self.kept is None:
             raise ModelError("nothing was trained with this KeepPattern: give it to a Trainer, and train")
-        return self.kept.save_pretrained(folder, tokenizer, overwrite=overwrite)
+        return self.kept.save_pretrained(*arguments, **options)
 
 
 def _unwrapped(model: Any) -> nn.Module:
@@ -289,32 +221,15 @@ def _unwrapped(model: Any) -> nn.Module:
     return _unwrapped(model.get_base_model()) if is_peft else model
 
 
-def _refuse_untrainable(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if is_packed(module) or hasattr(module, "quantization_scheme"):
-            raise ModelError(
-                f"{name}: packed weights and weights in 8 bits cannot be trained: write the packed folder with "
-                "permtriton export --format dense and load that, or load the folder that was quantized"
-            )
-        forward = getattr(vars(module).get("forward"), "__module__", "")
-        if is_permuted(module) and forward.startswith("liger_kernel"):  # Trainer replaces it before this callback
-            raise ModelError(
-                f"{name} permutes channels, and Liger's norm, which runs in its place, does not: give Trainer "
-                "`liger_kernel_config={'rms_norm': False}`, or train a model of the layout portable"
-            )
-
-
-def _refuse_dense_adapters(model: Any, inner: Any, record: Record | None) -> None:
+def _refuse_dense_adapters(model: Any, record: Record | None) -> None:
     """Refuses adapters that were trained on the dense model, if the kept model's channels have another order."""
     if record is None or not any(moved(torch.tensor(site["index"])) for site in record["sites"]):
         return
     for config in getattr(model, "peft_config", {}).values():
         base = config.base_model_name_or_path
         if base and real_path(Path(base)) == real_path(Path(record["model"])):
-            raise ModelError(
-                f"the adapter was trained on {base}, the dense model, whose channels have another order than those of "
-                f"{inner.name_or_path}: train it on the compiled folder"
-            )
+            order = "whose channels have another order: train it on the compiled folder"
+            raise ModelError(f"the adapter was trained on {base}, the dense model, {order}")
 
 
 def _weights(model: Any, record: Record | None) -> dict[str, _Weight]:
@@ -325,14 +240,10 @@ def _weights(model: Any, record: Record | None) -> dict[str, _Weight]:
     for stored, name, pruned in recorded_in(model, record):
         if name is None:
             raise ModelError(
-                f"permtriton.json of {model.name_or_path} lists the N:M weight {stored}, which this "
-                f"{type(model).__name__} does not have: load it with the class of its config.json"
+                f"this {type(model).__name__} does not have the N:M weight {stored} of {model.name_or_path}: load it "
+                "with the class of its config.json, and packed weights as permtriton export --format dense writes them"
             )
-        plain = name.replace(BASE_LAYER, "")
-        weight = weights[plain] = _Weight(model, name, pruned)
-        if (fullest := fullest_group(weight.parameter, pruned)) > pruned.pattern.kept:
-            raise ModelError(
-                f"{plain} is not {pruned.pattern} any more: a group holds {fullest} nonzero weights. It was changed "
-                "since it was loaded: call keep_pattern before any training"
-            )
+        weight = weights[name.replace(BASE_LAYER, "")] = _Weight(model, name, pruned)
+        if fullest_group(weight.parameter, pruned) > pruned.pattern.kept:
+            raise ModelError(f"{stored} is not {pruned.pattern} any more: call keep_pattern before any training")
     return weights
