@@ -385,11 +385,16 @@ def dense_share_plot(theme: str) -> str:
     for name, file in DENSE_SHARES.items():
         rows = [row for row in _load(file)["rows"] if row["method"] != "dense"]
         points = [(100 * float(row["setting"].split()[-1]), row["kl"] / rows[0]["kl"]) for row in rows]
-        series.append(Series(name, points, colour(len(series)), labels=[*[""] * (len(points) - 2), name, ""]))
+        series.append(Series(name, points, colour(len(series))))
     drawn = chart(series, "share left dense, %", "KL to the dense model; 1 with nothing left dense")
+    names = [
+        f'<text x="260" y="{40 + 18 * number}" fill="{curve.colour}">{curve.name}</text>'
+        for number, curve in enumerate(series)
+    ]
+    drawn = drawn.replace("</svg>", "".join([*names, "</svg>"]))
     colours = plot.THEMES[theme]
-    names = {**colours, "c0": colours["ours"], "c1": colours["theirs"]}
-    return re.sub(r"var\(--(\w+)\)", lambda found: names[found[1]], drawn).replace("<svg", f"<svg {plot.FONT}") + "\n"
+    values = {**colours, "c0": colours["ours"], "c1": colours["theirs"]}
+    return re.sub(r"var\(--(\w+)\)", lambda found: values[found[1]], drawn).replace("<svg", f"<svg {plot.FONT}") + "\n"
 
 
 DENSE_SHARES = {"demo": "compare-demo-dense-share.json", "SmolLM2-135M": "compare-smollm2-dense-share.json"}

@@ -58,7 +58,7 @@ def test_it_loads_without_errors(tmp_path):
 def test_nothing_is_wider_than_the_window(tmp_path):
     window, document, figures, _, height = measured(EXAMPLE, tmp_path, 390)
     assert (int(window), int(document)) == (390, 390)
-    assert int(figures) == 11  # six of them are masks
+    assert int(figures) == 9  # six of them are masks
     assert int(height) <= 10_000
 
 

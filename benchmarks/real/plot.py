@@ -3,6 +3,7 @@
 ``python benchmarks/readme_tables.py`` writes it, beside the tables.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -114,14 +115,39 @@ def points(report: Mapping[str, Any]) -> tuple[float, list[Point]]:
     return rows[DENSE][0]["evaluation"]["perplexity"], sorted(found, key=lambda point: point.seconds)
 
 
+class LogScale(Scale):
+    """A logarithmic axis."""
+
+    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
+        low, high = min(values), max(values)
+        ratio = max(high / low, 1.2) ** 0.08  # free space at each end
+        self.low, self.high, self.start, self.end = low / ratio, high * ratio, start, end
+
+    def place(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, most: int = 8) -> list[float]:
+        """Returns round numbers on the axis, at most ``most``, unless the axis spans more decades."""
+        if self.high < 3 * self.low:
+            return super().ticks(most)
+        exponents = range(math.floor(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
+        for steps in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1,)):
+            ticks = [10.0**exponent * step for exponent in exponents for step in steps]
+            ticks = [value for value in ticks if self.low <= value <= self.high]
+            if len(ticks) <= most:
+                break
+        return ticks
+
+
 class Axes:
     """Where seconds and perplexities are drawn, both on logarithmic axes that the points fill."""
 
     def __init__(self, dense: float, points: Sequence[Point]) -> None:
         self.dense, self.points = dense, points
-        self.seconds = Scale([p.seconds for p in points], LEFT, RIGHT, log=True, margin=0.08)
+        self.seconds = LogScale([p.seconds for p in points], LEFT, RIGHT)
         inside = [point.high for point in points if point.perplexity <= WORST * dense]
-        self.perplexity = Scale([dense, *inside], BOTTOM, TOP, log=True, margin=0.08)
+        self.perplexity = LogScale([dense, *inside], BOTTOM, TOP)
 
     def place(self, point: Point) -> tuple[float, float]:
         """Returns where a point is drawn: at the upper edge if it is beyond."""
@@ -176,11 +202,11 @@ def _headings(report: Mapping[str, Any], colour: Colours) -> Iterator[str]:
 
 
 def _grid(axes: Axes, colour: Colours) -> Iterator[str]:
-    for seconds in axes.seconds.ticks(8):
+    for seconds in axes.seconds.ticks():
         yield _text(
             axes.seconds.place(seconds), BOTTOM + 18, f"{seconds:,.0f}", colour["muted"], 'text-anchor="middle"'
         )
-    for value in axes.perplexity.ticks(8):
+    for value in axes.perplexity.ticks():
         y = axes.perplexity.place(value)
         yield _line(LEFT, y, RIGHT, y, colour["line"])
         yield _text(LEFT - 8, y + 4, f"{value:g}", colour["muted"], 'text-anchor="end"')

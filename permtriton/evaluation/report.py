@@ -13,7 +13,7 @@ from typing import Any
 
 from permtriton.checkpoint.read_record import described_sparsity
 from permtriton.errors import ConfigError
-from permtriton.evaluation.compare_results import Cell, columns, read_comparison, row_name
+from permtriton.evaluation.compare_results import Cell, columns, read_comparison
 from permtriton.evaluation.report_folders import Compiled, MaskCorner, mask_corners, read_folders
 from permtriton.evaluation.report_plots import Series, bitmap, chart
 from permtriton.model.name import layer_number
@@ -24,7 +24,7 @@ from permtriton.util.output_files import check_file, path_of, real_path, write_f
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its words: ``alt`` is for those who cannot see it; ``series`` with names make the legend."""
+    """A figure with its words: ``alt`` is for those who cannot see it, and the ``series`` make the legend."""
 
     svg: str
     alt: str
@@ -34,12 +34,8 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. Each row may have a colour, and a ``folded`` table is hidden until the reader opens it."""
-
     caption: str
     columns: Mapping[str, Sequence[str]]  # the cells below each heading
-    colours: Sequence[str] = ()
-    folded: bool = False
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
@@ -54,7 +50,6 @@ class Page:
     lead: str
     warning: str
     folders: Sequence[Compiled]
-    quality: Sequence[Picture]
     tables: Sequence[Table]
     progress: Sequence[Picture]  # of the steps
     importance: Sequence[Picture]
@@ -140,7 +135,6 @@ def page_of(
         lead=lead,
         warning=warning,
         folders=folders,
-        quality=[*_quality(folders), *(_compared(comparison) if comparison else ())],
         tables=[_results(folders), *([_comparison(comparison)] if comparison else ())],
         progress=_progress(folders),
         importance=_importance(folders),
@@ -185,6 +179,8 @@ def _results(folders: Sequence[Compiled]) -> Table:
     """The measures of the dense and the compiled models, their time, memory and size."""
     evaluations = [folder.evaluation for folder in folders]
     ratios = [entry["compiled"] / entry["dense"] if entry.get("dense") else None for entry in evaluations]
+    texts = dict.fromkeys(Path(entry["text"]).name for entry in evaluations if "text" in entry)
+    caption = f"Held-out text: {', '.join(texts)}" if texts else "No held-out text was evaluated"
     columns = {
         "folder": [folder.label for folder in folders],
         _measure(folders): _numbers([entry.get("compiled") for entry in evaluations], 4),
@@ -195,51 +191,11 @@ def _results(folders: Sequence[Compiled]) -> Table:
         "dense size": [format_bytes(folder.sizes["dense"]) for folder in folders],
         "packed size": [format_bytes(folder.sizes["packed"]) + " *" * (not folder.is_packed) for folder in folders],
     }
-    texts = dict.fromkeys(Path(entry["text"]).name for entry in evaluations if "text" in entry)
-    caption = f"Held-out text: {', '.join(texts)}" if texts else "No held-out text was evaluated"
-    return Table(caption, columns, [folder.colour for folder in folders])
+    return Table(caption, columns)
 
 
 def _measure(folders: Sequence[Compiled]) -> str:
     return " or ".join(dict.fromkeys(measure for measure, *_ in _protocols(folders))) or "not measured"
-
-
-def _quality(folders: Sequence[Compiled]) -> list[Picture]:
-    measured = [folder for folder in folders if folder.evaluation]
-    values = [folder.evaluation["compiled"] for folder in measured]
-    series = [
-        Series(folder.label, [(folder.seconds, value)], folder.colour, "dots", [label])
-        for folder, value, label in zip(measured, values, _numbers(values, 4), strict=True)
-    ]
-    dense = measured[0].evaluation["dense"] if len(_protocols(folders)) == 1 else None
-    alt = f"{_measure(folders)} against seconds; the table has the numbers"
-    return _against_time(series, _measure(folders), dense, alt, "Quality against time.")
-
-
-def _against_time(series: Sequence[Series], measure: str, dense: float | None, alt: str, caption: str) -> list[Picture]:
-    line = None if dense is None else (f"dense {_numbers([dense], 4)[0]}", dense)
-    log = (True, True)
-    return _pictures(series, alt, caption, across="seconds to compile", up=measure, log=log, reference=line)
-
-
-def _pictures(series: Sequence[Series], alt: str, caption: str, **axes: Any) -> list[Picture]:
-    """Returns the figure of the series that `chart` draws; no figure without a series."""
-    return [Picture(chart(series, **axes), alt, caption, series)] if series else []
-
-
-def _compared(comparison: Mapping[str, Any]) -> list[Picture]:
-    """Returns the picture of a comparison, in which methods that no other beats in both time and measure are named."""
-    sign, (dense, *rows) = 1 if comparison["measure"] == "perplexity" else -1, comparison["rows"]
-    points = [((row["compile_seconds"] or row["seconds"]) / len(row["values"]), row["mean"]) for row in rows]
-    several = len(comparison["patterns"]) > 1
-    labels = [
-        "" if any(x < seconds and sign * y <= sign * mean for x, y in points) else row_name(row, with_pattern=several)
-        for row, (seconds, mean) in zip(rows, points, strict=True)
-    ]
-    measure = comparison["measure"]
-    alt = f"{measure} of {len(rows)} methods against seconds"
-    caption = "All methods by permtriton compare. Named are those that no other beats in both."
-    return _against_time([Series("", points, look="dots", labels=labels)], measure, dense["mean"], alt, caption)
 
 
 def _comparison(comparison: Mapping[str, Any]) -> Table:
@@ -252,9 +208,7 @@ def _comparison(comparison: Mapping[str, Any]) -> Table:
         comparison["device"],
     )
     caption = f"All methods on {Path(comparison['model']).name}: {'; '.join(filter(None, conditions))}"
-    return Table(
-        caption, {name: _cells(cells, 4 if name == measure else 3) for name, cells in known.items()}, folded=True
-    )
+    return Table(caption, {name: _cells(cells, 4 if name == measure else 3) for name, cells in known.items()})
 
 
 def _cells(values: Sequence[Cell], digits: int) -> list[str]:
@@ -273,32 +227,23 @@ def _progress(folders: Sequence[Compiled]) -> list[Picture]:
         errors = [
             (folder, [(part["name"], part["start"], part["end"]) for part in step["parts"]]) for folder, step in reports
         ]
-        pictures += _by_layer(f"Step {name}: error", "error", errors, log=True)
+        pictures += _by_layer(f"Step {name}: error", "error", errors)
     return pictures
 
 
 def _history(name: str, reports: Sequence[tuple[Compiled, Mapping[str, Any]]]) -> list[Picture]:
-    """Returns a figure of a step's losses by round or epoch; none if no folder has a loss after the first state."""
-    reports = [(folder, step) for folder, step in reports if len(step["history"]) > 1]
-    if not reports:
-        return []
-    series, words, unit = [], [], reports[0][1]["unit"]
+    """Returns a figure of a step's losses by round or epoch; none if no folder has two losses."""
+    series = []
     for folder, step in reports:
-        history = step["history"]
-        looks = {"held_out": "line", "loss": "dashed"} if "held_out" in history[0] else {"loss": "line"}
-        for key, look in looks.items():
-            points = [(row[unit], row[key]) for row in history if row.get(key) is not None]
-            series += [Series(folder.label, points, folder.colour, look)] if len(points) > 1 else []
-        kept = next((row for row in history if row[unit] == step["kept"]), history[-1])
-        if "moved" in kept:
-            words.append(f"{folder.label}: {kept['moved']:,} channels are elsewhere after {unit} {kept[unit]}.")
+        for key, dashed in (("held_out", False), ("loss", True)):
+            points = [(row[step["unit"]], row[key]) for row in step["history"] if row.get(key) is not None]
+            series += [Series(folder.label, points, folder.colour, dashed)] if len(points) > 1 else []
     if not series:
         return []
-    both = "; dashed on its samples, solid held out" * any(curve.look == "dashed" for curve in series)
-    caption = f"Step {name}: loss by {unit}{both}. {' '.join(words)}"
-    (_, start), *_, (_, end) = series[0].points
+    unit, ((_, start), *_, (_, end)) = reports[0][1]["unit"], series[0].points
     alt = f"Step {name}: from {start:.4f} to {end:.4f} in {len(series[0].points) - 1} {unit}s"
-    return _pictures(series, alt, caption, across=unit, up="loss")
+    caption = f"Step {name}: loss by {unit}, dashed on its samples, solid held out."
+    return [Picture(chart(series, unit, "loss"), alt, caption, series)]
 
 
 def _importance(folders: Sequence[Compiled]) -> list[Picture]:
@@ -311,22 +256,23 @@ def _importance(folders: Sequence[Compiled]) -> list[Picture]:
 
 
 def _by_layer(
-    what: str, axis: str, folders: Sequence[tuple[Compiled, Sequence[tuple[str, float, float]]]], *, log: bool = False
+    what: str, axis: str, folders: Sequence[tuple[Compiled, Sequence[tuple[str, float, float]]]]
 ) -> list[Picture]:
-    """Draws the means over the modules of each layer before and after; nothing where no folder has a value.
+    """Draws the means over the modules of each layer before and after; nothing where no layer has a value.
 
     Args:
         folders: the folders, each with the values of its modules: (name, before, after).
     """
-    numbered = any(layer_number(name) is not None for _, values in folders for name, *_ in values)
-    series, place = [], "layer" if numbered else "part"
+    series = []
     for folder, values in folders:
-        by_place: dict[int | None, list[tuple[float, float]]] = {}
-        for part, (name, before, after) in enumerate(values):
-            by_place.setdefault(layer_number(name) if numbered else part, []).append((before, after))
-        places = sorted(place for place in by_place if place is not None)
-        for column, look in enumerate(("dashed", "line") if places else ()):
-            means = [(place, fmean(pair[column] for pair in by_place[place])) for place in places]
-            series.append(Series(folder.label, means, folder.colour, look))
-    caption = f"{what} by {place}: dashed before, solid after."
-    return _pictures(series, f"{what} by {place}", caption, across=place, up=axis, log=(False, log))
+        by_layer: dict[int, list[tuple[float, float]]] = {}
+        for name, before, after in values:
+            if (number := layer_number(name)) is not None:
+                by_layer.setdefault(number, []).append((before, after))
+        for column, dashed in ((0, True), (1, False)) if by_layer else ():
+            means = [(layer, fmean(pair[column] for pair in pairs)) for layer, pairs in sorted(by_layer.items())]
+            series.append(Series(folder.label, means, folder.colour, dashed))
+    if not series:
+        return []
+    caption = f"{what} by layer: dashed before, solid after."
+    return [Picture(chart(series, "layer", axis), f"{what} by layer", caption, series)]

@@ -7,20 +7,18 @@ from html import escape
 from itertools import groupby
 
 WIDTH, HEIGHT = 380, 250  # of a figure, in units that are pixels on a phone
-EDGES = (44, 374, 12, 206)  # left, right, top and bottom of its axes
-LETTER, LINE = 6.8, 15  # width of a letter and height of a line, rounded up
+LEFT, RIGHT, TOP, BOTTOM = 54, 374, 27, 206  # the edges of its axes
 COLOURS = 6  # number of colours of series, --c0 to --c5
 
 
 @dataclass(frozen=True)
 class Series:
-    """A series of points in a figure."""
+    """A line in a figure."""
 
-    name: str  # name in the legend; empty for none
+    name: str  # name in the legend
     points: Sequence[tuple[float, float]]  # horizontal and vertical value of each
-    colour: str = "var(--c0)"  # as CSS writes it
-    look: str = "line"  # ``line``, ``dashed`` or ``dots``
-    labels: Sequence[str] = ()  # texts beside the points; () for none
+    colour: str  # as CSS writes it
+    dashed: bool = False
 
 
 def colour(number: int) -> str:
@@ -28,75 +26,36 @@ def colour(number: int) -> str:
 
 
 class Scale:
-    """An axis from the value ``low``, drawn at the place ``start``, to the value ``high``, drawn at ``end``.
+    """An axis from the place ``start`` to the place ``end``, on which all ``values`` lie, with free space around."""
 
-    All ``values`` lie on the axis; ``margin`` is the free space at each end, as a share of the values' range.
-    """
-
-    def __init__(
-        self, values: Sequence[float], start: float, end: float, *, log: bool = False, margin: float = 0.06
-    ) -> None:
+    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
         low, high = min(values), max(values)
-        self.start, self.end, self.log = start, end, log and low > 0
-        if self.log:
-            ratio = max(high / low, 1.2) ** margin
-            self.low, self.high = low / ratio, high * ratio
-        else:
-            room = margin * ((high - low) or abs(high) or 1)
-            self.low, self.high = low - room, high + room
+        room = 0.06 * ((high - low) or abs(high) or 1)
+        self.low, self.high, self.start, self.end = low - room, high + room, start, end
 
     def place(self, value: float) -> float:
-        low, high, value = map(math.log, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
-        return self.start + (value - low) / (high - low) * (self.end - self.start)
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """Returns round numbers on the axis, at most ``most``, unless a logarithmic axis spans more decades."""
-        if not self.log or self.high < 3 * self.low:
-            rough = 10 ** math.floor(math.log10((self.high - self.low) / most))
-            step = next(rough * n for n in (1, 2, 5, 10) if (self.high - self.low) / (rough * n) <= most)
-            return [n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
-        exponents = range(math.floor(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
-        for steps in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1,)):
-            ticks = [10.0**exponent * step for exponent in exponents for step in steps]
-            ticks = [value for value in ticks if self.low <= value <= self.high]
-            if len(ticks) <= most:
-                break
-        return ticks
+        """Returns round numbers on the axis, at most ``most``."""
+        rough = 10 ** math.floor(math.log10((self.high - self.low) / most))
+        step = next(rough * n for n in (1, 2, 5, 10) if (self.high - self.low) / (rough * n) <= most)
+        return [n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
 
-def chart(
-    series: Sequence[Series],
-    across: str,
-    up: str,
-    *,
-    log: tuple[bool, bool] = (False, False),
-    reference: tuple[str, float] | None = None,
-) -> str:
-    """Draws series on common axes.
-
-    Args:
-        series: at least one of them with a point.
-        log: whether the horizontal and the vertical axis are logarithmic, where all values are positive.
-        reference: name and value of a horizontal line.
-    """
-    left, right, top, bottom = EDGES
+def chart(series: Sequence[Series], across: str, up: str) -> str:
+    """Draws series on common axes with the names ``across`` and ``up``; at least one of the series has a point."""
     points = [point for curve in series for point in curve.points]
-    values = [y for _, y in points] + ([reference[1]] if reference else [])
-    xs = Scale([x for x, _ in points], left + 8, right - 8, log=log[0])
-    ys = Scale(values, bottom, top + LINE, log=log[1])
-    parts = [_text(2, top - 1, up), _text(right, HEIGHT - 8, across, "end")]
+    xs = Scale([x for x, _ in points], LEFT, RIGHT)
+    ys = Scale([y for _, y in points], BOTTOM, TOP)
+    parts = [_text(2, 11, up), _text(RIGHT, HEIGHT - 8, across, "end")]
     for value in ys.ticks():
         height = ys.place(value)
-        parts += [_line(left, height, right, "--line"), _text(left - 5, height + 4, _tick(value), "end")]
-    parts += [_text(xs.place(value), bottom + 16, _tick(value), "middle") for value in xs.ticks()]
-    if reference:
-        height = ys.place(reference[1])
-        parts.append(_line(left, height, right, "--ink", ' stroke-dasharray="5 4"'))
-        parts.append(_text(left + 4, height - 5, reference[0], colour="--ink"))
-    drawn = [[(xs.place(x), ys.place(y)) for x, y in curve.points] for curve in series]
-    for curve, places in zip(series, drawn, strict=True):
-        parts += _series(curve, places)
-    parts += _labels(series, drawn)
+        parts.append(f'<path d="M{LEFT} {height:.1f}H{RIGHT}" stroke="var(--line)"/>')
+        parts.append(_text(LEFT - 5, height + 4, f"{value:,g}", "end"))
+    parts += [_text(xs.place(value), BOTTOM + 16, f"{value:,g}", "middle") for value in xs.ticks()]
+    for curve in series:
+        parts += _line(curve, [(xs.place(x), ys.place(y)) for x, y in curve.points])
     return _svg(parts, f"0 0 {WIDTH} {HEIGHT}")
 
 
@@ -113,44 +72,18 @@ def bitmap(rows: Sequence[Sequence[bool]]) -> str:
     return _svg([line], f"0 0 {len(rows[0])} {len(rows)}")
 
 
-def _series(series: Series, places: Sequence[tuple[float, float]]) -> Iterator[str]:
-    is_line = series.look in ("line", "dashed")
-    if is_line and len(places) > 1:
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        dashes = ' stroke-dasharray="4 3"' if series.look == "dashed" else ""
-        yield f'<path d="M{path}" fill="none" stroke="{series.colour}" stroke-width="1.6"{dashes}/>'
-    for x, y in places if series.look != "dashed" or len(places) == 1 else ():
-        fill = "none" if series.look == "dashed" else series.colour
-        radius = 2.4 if is_line else 4.2
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}" stroke="{series.colour}"/>'
-
-
-def _labels(series: Sequence[Series], drawn: Sequence[Sequence[tuple[float, float]]]) -> Iterator[str]:
-    """Yields the labels: right of their points, or left where there is no room, moved up until none overlap."""
-    taken: list[tuple[float, float, float]] = []
-    for curve, places in zip(series, drawn, strict=True):
-        for (x, y), label in zip(places, curve.labels, strict=False):
-            width = len(label) * LETTER
-            left, height = x + 6 if x + 6 + width < WIDTH else x - 6 - width, y - 6
-            while any(left < end and start < left + width and abs(height - at) < LINE for start, end, at in taken):
-                height -= LINE / 3
-            if label:
-                taken.append((left, left + width, height))
-                yield _text(left, height, label, colour="--ink")
+def _line(series: Series, places: Sequence[tuple[float, float]]) -> Iterator[str]:
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    dashes = ' stroke-dasharray="4 3"' if series.dashed else ""
+    yield f'<path d="M{path}" fill="none" stroke="{series.colour}" stroke-width="1.6"{dashes}/>'
+    for x, y in places:
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{series.colour}"/>'
 
 
 def _svg(parts: Sequence[str], box: str) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" font-size="12">{"".join(parts)}</svg>'
 
 
-def _line(left: float, height: float, right: float, colour: str, attributes: str = "") -> str:
-    return f'<path d="M{left:.1f} {height:.1f}H{right:.1f}" stroke="var({colour})"{attributes}/>'
-
-
-def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = "--muted") -> str:
+def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
     shown = escape("".join(letter if letter.isprintable() else "?" for letter in words))
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="var({colour})" text-anchor="{anchor}">{shown}</text>'
-
-
-def _tick(value: float) -> str:
-    return f"{value:,g}" if abs(value) < 10**6 else f"{value:.3g}"
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="var(--muted)" text-anchor="{anchor}">{shown}</text>'
