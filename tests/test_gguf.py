@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
-from permtriton.errors import ConfigError, ModelError
+from permtriton.errors import ModelError
 from permtriton.model import gguf_file
 from permtriton.model.load import config_of, load_empty_model, load_model, load_original
 from permtriton.model.modules import SparseLinearFp8
@@ -100,12 +100,12 @@ def test_a_file_in_a_folder(pristine, file):
 
 
 def test_a_file_beside_a_hub_name(pristine, monkeypatch):
-    asked = []
-    path = str(pristine / FILE)
-    monkeypatch.setattr("permtriton.model.source.cached_file", lambda *names: asked.append(names) or path)
+    calls = []
+    download = lambda name, **options: calls.append((name, options["allow_patterns"])) or str(pristine)  # noqa: E731
+    monkeypatch.setattr("permtriton.model.source.snapshot_download", download)
     source = Source("someone/model", gguf_file=FILE)
     same_as_file(load_original(source)[0], pristine)
-    assert asked == [("someone/model", FILE)]
+    assert {*calls} == {("someone/model", FILE)}, "nothing but the file"
 
 
 def test_a_file_of_the_same_name_in_the_current_folder_is_another_model(pristine, tmp_path, monkeypatch):
@@ -321,7 +321,7 @@ def test_names_without_a_file(tmp_path):
 
 
 def test_a_file_and_a_name_inside(file):
-    with pytest.raises(ConfigError, match="is a file itself: leave `gguf_file=` out"):
+    with pytest.raises(ModelError, match=r"\.gguf is not a folder"):
         load_model(Source(str(file), gguf_file="another.gguf"))
 
 

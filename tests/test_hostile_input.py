@@ -111,6 +111,7 @@ def test_neither_code_nor_pickles_of_a_model_run(tmp_path):
     configure(model, architectures=["EvilForCausalLM"])
     with pytest.raises(ModelError, match="EvilForCausalLM is not a model class"):
         load_model(Source(str(model), device="cpu"))
+    configure(model, architectures=["LlamaForCausalLM"])
     (model / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="holds no weights that permtriton reads"):
         load_model(Source(str(model), device="cpu"))

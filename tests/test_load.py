@@ -13,15 +13,14 @@ import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import permtriton
 from permtriton.errors import ConfigError, ModelError
-from permtriton.model import load
 from permtriton.model.load import load_empty_model, load_model
 from permtriton.model.prunable import check_weights
 from permtriton.model.source import Source, resolve_device
-from permtriton.model.tokenizer import TOKENIZERS, load_tokenizer
+from permtriton.model.tokenizer import load_tokenizer
 
 from . import zoo
 from .folders import LAST_UP, configure, edit_json, edit_tensors
@@ -260,48 +259,69 @@ def test_a_revision_of_the_hub_is_loaded_where_the_main_branch_is_not_in_the_cac
         load_model(source)
 
 
-def known_to_be_missing(file: str, snapshot: Path) -> None:
-    """Puts a file that the hub does not have where its client keeps that in mind."""
-    marker = snapshot.parents[1] / ".no_exist" / snapshot.name / file
-    marker.parent.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+class Hub:
+    """Stands in for the hub and its client: fetches the files of one repository into a cache.
+
+    Attributes:
+        calls: revision and token of each call.
+        lost: whether the connection is lost.
+    """
+
+    def __init__(self, repository: Path, cache: Path) -> None:
+        self.repository, self.snapshot = repository, cache / "models--someone--model" / "snapshots" / ("0" * 40)
+        self.calls, self.lost = list[tuple[str | None, str | None]](), False
+
+    def download(self, name: str, revision: str | None, token: str | None, allow_patterns: list[str]) -> str:
+        if self.lost:
+            raise LocalEntryNotFoundError(f"Got: ConnectError: {LOST}\nAn error happened while locating the files.")
+        self.calls.append((revision, token))
+        files = [str(path.relative_to(self.repository)) for path in self.repository.rglob("*") if path.is_file()]
+        for file in huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns):
+            (self.snapshot / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.repository / file, self.snapshot / file)
+        return str(self.snapshot)
 
 
-def test_files_of_a_hub_name_are_fetched_before_the_work(folder, tmp_path, monkeypatch):
-    """The connection is lost, or something else is published, while the model is compiled."""
-    snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
-    real, said = transformers.utils.hub.hf_hub_download, []
-
-    def download(name: str, file: str, **named: object) -> str:
-        if any("saving" in step.text for step in said):
-            raise RuntimeError("Server disconnected")
-        if file == "modules.json":
-            (snapshot / file).write_text("[]")
-        elif not (snapshot / file).exists():
-            known_to_be_missing(file, snapshot)
-        return real(name, file, **named)
-
-    monkeypatch.setattr(transformers.utils.hub, "hf_hub_download", download)
-    options = {"recipe": "mask", "data": zoo.tiny_ids(4, 12), "progress": said.append}
-    permtriton.compile("someone/model", output=tmp_path / "out", **options)
-    assert (tmp_path / "out" / "modules.json").read_text() == "[]"
-    assert not any("looked up" in step.text for step in said)
+LOST = "[Errno -2] Name or service not known"
 
 
-def test_what_the_hub_may_have_is_not_left_out_in_silence(folder, tmp_path, monkeypatch):
-    """Without a network, what is not in the cache may be on the hub, unless its client knows that there is none."""
-    snapshot, said = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch), []
-    known_to_be_missing("preprocessor_config.json", snapshot)
-    options = {"recipe": "mask", "data": zoo.tiny_ids(4, 12), "progress": said.append}
-    permtriton.compile("someone/model", output=tmp_path / "out", **options)
-    (line,) = (step.text for step in said if "could not be looked up on the hub" in step.text)
-    assert "modules.json" in line
-    assert "preprocessor_config.json" not in line.replace("video_preprocessor_config.json", "")
-    drop_tokenizer(snapshot)
-    with pytest.raises(ModelError, match=r"its tokenizer cannot be fetched.*local folder"):
-        load_tokenizer(Source("someone/model"))
-    for file in TOKENIZERS:
-        known_to_be_missing(file, snapshot)
+@pytest.fixture
+def hub(folder, tmp_path, monkeypatch) -> Hub:
+    hub = Hub(folder, tmp_path / "cache")
+    monkeypatch.setattr("permtriton.model.source.snapshot_download", hub.download)
+    return hub
+
+
+def test_what_stands_beside_the_weights_of_a_hub_name_is_saved(hub, tmp_path):
+    """And nothing else is fetched: no weights of other formats, and no pictures."""
+    beside = {"modules.json": '[{"path": "1_Pooling"}]', "1_Pooling/config.json": "{}", "LICENSE": "x"}
+    for name, content in {**beside, "pytorch_model.bin": "x", "consolidated.safetensors": "x", "a.png": "x"}.items():
+        (hub.repository / name).parent.mkdir(exist_ok=True)
+        (hub.repository / name).write_text(content)
+    options = {"recipe": "mask", "data": zoo.tiny_ids(4, 12)}
+    compiled = permtriton.compile("someone/model", output=tmp_path / "out", **options)
+    saved = {name: (tmp_path / "out" / name).read_text() for name in beside}
+    assert saved == beside
+    assert not {"pytorch_model.bin", "consolidated.safetensors", "a.png"} & {
+        path.name for path in hub.snapshot.iterdir()
+    }
+    assert (compiled.report["model"], compiled.report["on_hub"]) == ("someone/model", True)
+    assert compiled.source.revision == hub.snapshot.name, "another version may be published before it is read again"
+    texts = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.suffix in (".json", ".md")]
+    assert not any(str(hub.snapshot) in text for text in texts)
+
+
+def test_only_the_shards_that_the_index_names_are_fetched(hub):
+    weights = load_file(hub.repository / "model.safetensors")
+    LlamaForCausalLM.from_pretrained(hub.repository).save_pretrained(hub.repository, max_shard_size="4KB")
+    (hub.repository / "model.safetensors").unlink()
+    (hub.repository / "model-old.safetensors").write_bytes(b"x")
+    assert load_model(Source("someone/model")).state_dict().keys() == weights.keys()
+    assert not (hub.snapshot / "model-old.safetensors").exists()
+
+
+def test_a_tokenizer_that_the_hub_does_not_hold_is_none(hub):
+    drop_tokenizer(hub.repository)
     assert load_tokenizer(Source("someone/model")) is None
 
 
@@ -340,50 +360,22 @@ def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatc
         permtriton.dry_run("someone/model", **options)
 
 
-LOST = "[Errno -2] Name or service not known"
-
-
-def lost(*_arguments: object, **_options: object):
-    """Fails as transformers does where the hub cannot be reached."""
-    try:
-        raise LocalEntryNotFoundError("An error happened while trying to locate the file on the Hub.")
-    except LocalEntryNotFoundError as error:
-        raise OSError(f"We couldn't connect to 'https://huggingface.co' to load the files: {LOST}\nMore.") from error
-
-
-def test_the_hub_is_asked_for_the_revision_with_the_token(monkeypatch, folder):
-    asked = []
-
-    def from_pretrained(name, **options):
-        asked.append((name, options["revision"], options["token"]))
-        return AutoConfig.from_pretrained(folder)  # the real one
-
+def test_the_hub_is_asked_for_the_revision_with_the_token(hub):
     source = Source("someone/model", revision="v2", token="secret")
     assert "secret" not in repr(source)
-    with monkeypatch.context() as patched:
-        patched.setattr(load, "AutoConfig", SimpleNamespace(from_pretrained=from_pretrained))
-        load_empty_model(source)
-    assert asked == [("someone/model", "v2", "secret")]
+    load_empty_model(source)
+    load_model(source)
+    assert {*hub.calls} == {("v2", "secret"), (hub.snapshot.name, "secret")}
 
 
-def test_a_lost_connection_to_the_hub_is_one_line(monkeypatch, folder):
-    config = AutoConfig.from_pretrained(folder)
+def test_a_lost_connection_to_the_hub_is_one_line(hub):
     source = Source("someone/model")
-    monkeypatch.setattr(load.AutoConfig, "from_pretrained", lost)
-    with pytest.raises(ModelError, match=r"no such model can be fetched.*Name or service") as caught:
-        load_model(source)
-    assert "\n" not in str(caught.value)
-    monkeypatch.setattr(load.AutoConfig, "from_pretrained", lambda *_, **__: config)
-    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", lost)
-    with pytest.raises(ModelError, match=r"someone/model cannot be loaded.*Name or service") as caught:
-        load_model(source)
-    assert "\n" not in str(caught.value)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lost)
-    with pytest.raises(ModelError, match=r"its tokenizer cannot be fetched.*Name or service.*local folder") as caught:
-        load_tokenizer(source)
-    assert "\n" not in str(caught.value)
-    drop_tokenizer(folder)
-    assert load_tokenizer(Source(str(folder))) is None, "a folder without a tokenizer has none"
+    assert source.folder == hub.snapshot
+    hub.lost = True
+    for use in (lambda: load_model(source), lambda: load_tokenizer(Source("someone/model"))):
+        with pytest.raises(ModelError, match=r"no such model can be fetched.*Name or service") as caught:
+            use()
+        assert "\n" not in str(caught.value)
 
 
 def test_weights_of_float8_are_checked_to_be_finite():

@@ -129,7 +129,7 @@ def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
     remade = {*REMADE} if saved & {*REMADE} else set[str]()
     remade |= {*PROCESSOR_FILES, LEGACY_TEMPLATE} if saved & {*PROCESSOR_FILES} else set[str]()
     read_from = getattr(tokenizer_of(tokenizer), "name_or_path", None)
-    if read_from is not None and real_path(Path(read_from)) != real_path(Path(source.location)):
+    if read_from is not None and real_path(Path(read_from)) != real_path(source.folder):
         remade |= {*TOKENIZERS}  # a tokenizer from elsewhere
     for name in copied_files(source):
         if name not in remade and not (partial / name).exists() and (path := source.find(name)):

@@ -137,7 +137,7 @@ class Job:
     def run(self, progress: Progress) -> CompiledModel:
         """Loads and compiles the model. Call it inside `claimed`; `save` writes the output."""
         inputs = self._loaded(progress)
-        source = self._source and self._source.at_commit(inputs.model.config)
+        source = self._source and self._source.at_commit()
         compiled = compile_loaded(inputs)
         # A device that holds the compiled model can hold the dense one, too.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
@@ -197,8 +197,8 @@ class Job:
         """Refuses an output that overlaps an input. The input of a GGUF model is the file, not the file's folder."""
         assert self.output is not None
         source = self._source
-        if source is not None and (place := source.gguf.path if source.gguf else source.folder) is not None:
-            check_apart(self.output, place)
+        if source is not None:
+            check_apart(self.output, source.gguf.path if source.gguf else source.folder)
         for read in (self.config.calibration.calibration, name_of(self.args.eval_data), self.args.config or ""):
             if os.path.exists(read) and real_path(Path(read)).is_relative_to(real_path(self.output)):
                 raise OutputError(f"output {self.output} contains {read}, which is an input: choose another folder")

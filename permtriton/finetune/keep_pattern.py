@@ -21,7 +21,6 @@ from permtriton.checkpoint.read_record import PRUNED_ELSEWHERE, Record, find_rec
 from permtriton.checkpoint.save import save
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, reading
-from permtriton.model.copied_files import fetch_copied_files
 from permtriton.model.modules import is_permuted
 from permtriton.model.prunable import check_loaded
 from permtriton.model.source import source_of_loaded
@@ -50,8 +49,6 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     inner: Any = _unwrapped(model)
     source = source_of_loaded(inner)
     record = find_record(source) if source else None
-    if source and record:
-        fetch_copied_files(source)  # now, and not when the trained model is saved
     check_loaded(inner)
     for name, module in inner.named_modules():
         forward = getattr(vars(module).get("forward"), "__module__", "")

@@ -9,13 +9,9 @@ from transformers import PreTrainedModel
 
 from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, checkpoint_files
 from permtriton.model.name import DEMO
-from permtriton.model.source import LEGACY_TEMPLATE, MODULES, PROCESSOR_FILES, Source, source_of_loaded
+from permtriton.model.source import MODULES, Source, source_of_loaded
 from permtriton.util.output_files import real_path
 
-# Files that are looked up on the hub by name, because the files of a repository are not listed.
-ON_HUB = (*PROCESSOR_FILES, LEGACY_TEMPLATE, MODULES, "config_sentence_transformers.json", "sentence_bert_config.json",
-          "tokenizer.model", "LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md")  # fmt: skip
-OF_A_MODULE = (CONFIG_FILE, WEIGHTS_FILE, "pytorch_model.bin")
 LARGEST = 64 * 2**20  # bytes; a larger file is not copied, unless it is in a folder that `MODULES` lists
 WRITTEN = ("README.md", CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, "generation_config.json", "permtriton*.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.pkl",
@@ -27,11 +23,7 @@ OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weigh
 def is_embedder(model: PreTrainedModel) -> bool:
     """Whether a model was loaded from sentence-transformers, with further modules that read its hidden states."""
     source = source_of_loaded(model)
-    if source is None:
-        return False
-    if source.find(MODULES):
-        return True
-    return source.folder is not None and (real_path(source.folder).parent / MODULES).is_file()
+    return source is not None and any((f / MODULES).is_file() for f in (source.folder, real_path(source.folder).parent))
 
 
 def module_folders(source: Source) -> list[str]:
@@ -43,24 +35,15 @@ def module_folders(source: Source) -> list[str]:
     return []
 
 
-def fetch_copied_files(source: Source) -> list[str]:
-    """Fetches from the hub what `copied_files` names; returns the files of `ON_HUB` that could not be looked up."""
-    unknown = source.fetch(ON_HUB)
-    source.fetch(copied_files(source))
-    return unknown
-
-
 def copied_files(source: Source) -> list[str]:
-    """Returns the names of the files to copy when a model is saved; of those on the hub, some may not exist.
+    """Returns the names of the files to copy when a model is saved.
 
-    Of a folder, these are all files in the subfolders that `MODULES` lists, and its own files except weights, large,
+    These are all files in the subfolders that `MODULES` lists, and the folder's own files except weights, large,
     hidden and outdated files, and those that are written anew. A GGUF file and the demo have none.
     """
     if source.gguf is not None or source.name == DEMO:
         return []
     folder, modules = source.folder, module_folders(source)
-    if folder is None:
-        return [*ON_HUB, *(f"{module}/{name}" for module in modules for name in OF_A_MODULE)]
     small = [path.name for path in folder.iterdir() if path.is_file() and path.stat().st_size <= LARGEST]
     stays = (".*", *WRITTEN, *WEIGHTS, *OUTDATED)
     inside = [path for module in modules for path in (folder / module).rglob("*") if path.is_file()]
@@ -69,7 +52,7 @@ def copied_files(source: Source) -> list[str]:
 
 def files_left_out(source: Source) -> list[str]:
     """Returns the names in a model's folder that are not copied: other weights, large or outdated files, subfolders."""
-    if source.gguf is not None or source.folder is None or source.name == DEMO:
+    if source.gguf is not None or source.name == DEMO:
         return []
     weights = (file.name for file in checkpoint_files(source.folder))
     known = {WITH_THE_TOKENIZER, *weights, *(name.split("/")[0] for name in copied_files(source))}

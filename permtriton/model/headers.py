@@ -49,13 +49,20 @@ def checkpoint_files(folder: Path) -> list[Path]:
             f"{folder} holds no weights that permtriton reads, neither {WEIGHTS_FILE} nor {INDEX_FILE}: convert "
             "pickles (.bin, .pt), which can run code when they are read, to .safetensors first"
         )
+    names = indexed_files(index)
+    for name in names:
+        if not (folder / name).is_file():
+            raise ModelError(f"{folder / name} does not exist, but {index.name} names it: the checkpoint is incomplete")
+    return [folder / name for name in names]
+
+
+def indexed_files(index: Path) -> list[str]:
+    """Returns the names of the files that an index names; refuses those of other folders and of other formats."""
     names = sorted(set(_weight_map(index).values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index} names the file {shown(name)}: expected a .safetensors file in the same folder")
-        if not (folder / name).is_file():
-            raise ModelError(f"{folder / name} does not exist, but {index.name} names it: the checkpoint is incomplete")
-    return [folder / name for name in names]
+    return names
 
 
 def _weight_map(index: Path) -> dict[str, str]:

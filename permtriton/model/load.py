@@ -1,6 +1,5 @@
 """Loads models in safetensors or GGUF: from folders, from the Hugging Face hub, or the demo."""
 
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +13,7 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.quantizers import AutoHfQuantizer
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
-from permtriton.model.copied_files import fetch_copied_files, files_left_out, module_folders
+from permtriton.model.copied_files import files_left_out, module_folders
 from permtriton.model.empty_model import build_empty, check_counts, refuse_shapes
 from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, read_quickly
 from permtriton.model.headers import (
@@ -24,10 +23,10 @@ from permtriton.model.headers import (
     WEIGHTS_FILE,
     StoredTensor,
     checkpoint_files,
+    indexed_files,
     read_headers,
     read_json,
 )
-from permtriton.model.name import DEMO
 from permtriton.model.prunable import check_weights, compiled_already, rehearse_saving
 from permtriton.model.source import MODULES, Source, dtype_of, resolve_device
 from permtriton.model.tokenizer import load_processor
@@ -54,8 +53,6 @@ def load_original(
     tokenizer = load_processor(source, model, progress)
     if saved:
         rehearse_saving(source.name, model, tokenizer)
-        if unknown := fetch_copied_files(source.at_commit(model.config)):
-            progress.say(f"{', '.join(unknown)} could not be looked up on the hub: left out, if the model has them")
         if others := files_left_out(source):
             progress.say(f"not copied (other weights, large or outdated files, subfolders): {listed(others)}")
     return model, tokenizer
@@ -75,14 +72,15 @@ def load_model(
     config = config_of(source)
     if not allow_compiled and (_is_compiled(config) or source.find(REPORT_FILE)):
         raise compiled_already(source.name)
-    stored = stored_tensors(source)
     model_class = _model_class(source, config)
+    _fetch_weights(source)
+    stored = stored_tensors(source)
     if not source.trust_remote_code:  # a model's own code may fail on the meta device
         build_empty(model_class, config, stored, source.name)
     cannot = f"{source.name} cannot be loaded as {model_class.__name__}"
     with reading(cannot, ModelError), read_quickly(source.gguf):
         model, info = model_class.from_pretrained(
-            source.location,
+            source.folder,
             config=config,
             dtype=dtype,
             use_safetensors=True,
@@ -98,13 +96,11 @@ def load_model(
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
-    if source.folder is None:
-        stored = stored_tensors(source)  # the weights are in the cache now
+    model.name_or_path = source.name  # transformers sets the folder
     without_place = set(info["unexpected_keys"])
     if source.gguf is not None:
         _check_tensors(model, source.gguf, without_place)
-        model.name_or_path = source.name  # transformers sets the file's folder
-    elif names := _left_out(model, stored or {}, without_place, source.name):
+    elif names := _left_out(model, stored, without_place, source.name):
         progress = progress or NoProgress()
         progress.say(f"tensors that {model_class.__name__} does not use are left out: {listed(names)}")
         if unused is not None:
@@ -209,18 +205,17 @@ def _is_compiled(config: Any) -> bool:
     return isinstance(stored, dict) and stored.get("quant_method") == "permtriton"
 
 
-def stored_tensors(source: Source) -> dict[str, StoredTensor] | None:
-    """Returns the tensors of a checkpoint, after checking its headers and index.
+def stored_tensors(source: Source) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint, after checking its headers and index."""
+    return source.gguf.stored if source.gguf else read_headers(checkpoint_files(source.folder))
 
-    None for a hub name whose weights are not in the cache, or have no format that permtriton reads.
-    """
-    if source.gguf is not None:
-        return source.gguf.stored
-    if source.folder is not None:
-        return read_headers(checkpoint_files(source.folder))
-    with suppress(ModelError, ValueError):  # a ValueError: no model on the hub can have the name
-        return read_headers(checkpoint_files(source.snapshot)) if source.snapshot else None
-    return None
+
+def _fetch_weights(source: Source) -> None:
+    """Fetches the weights of a hub name: the files that its index names, or the only one."""
+    if source.on_hub and source.gguf is None:
+        index = source.folder / INDEX_FILE
+        files = indexed_files(index) if index.is_file() else [WEIGHTS_FILE]
+        source.fetch(source.folder.name, *files)  # of the commit of the other files
 
 
 def _check_config(source: Source, config: Any) -> None:
@@ -247,14 +242,12 @@ def _check_config(source: Source, config: Any) -> None:
 def config_of(source: Source) -> Any:
     """Returns a model's config; its weights need not be there."""
     check_folder(source)
-    problem = "there is no such folder, and no such model can be fetched from the hub"
-    if source.gguf is not None:
-        problem = f"transformers {transformers.__version__} cannot read it"
-    elif source.folder is not None:
+    problem = f"transformers {transformers.__version__} cannot read it"
+    if source.gguf is None:
         problem, path = "its config.json cannot be used", source.folder / CONFIG_FILE
         check_counts(read_json(path), str(path))
     with reading(f"{source.name}: {problem}", ModelError), read_quickly(source.gguf):
-        config = AutoConfig.from_pretrained(source.location, **source.loading)
+        config = AutoConfig.from_pretrained(source.folder, **source.loading)
         if source.gguf is not None:
             check_config(source.gguf, config)
     _check_config(source, config)
@@ -263,18 +256,11 @@ def config_of(source: Source) -> Any:
 
 def check_folder(source: Source) -> None:
     """Refuses a path that is no folder, a folder that is not a model's, and a revision of what is on this machine."""
-    if source.revision is not None and (source.name == DEMO or os.path.exists(source.name)):
+    if source.revision is not None and not source.on_hub:
         raise ConfigError(
             f"`revision={source.revision}` has no effect on {source.name}, which is on this machine: leave it out"
         )
     if source.gguf is not None:
-        return
-    if source.folder is None:
-        if os.path.exists(source.name) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
-            problem = "is not a folder" if os.path.exists(source.name) else "does not exist"
-            raise ModelError(
-                f"{source.name} {problem}: give a Hugging Face model folder, a .gguf file, a hub name, or demo"
-            )
         return
     if source.find(ADAPTER):
         raise ModelError(f"{source.name} holds an adapter ({ADAPTER}): merge it into its model and save that first")
@@ -314,7 +300,7 @@ def _remote_class(config: Any, name: str, source: Source) -> Any:
 
     for auto_class, path in getattr(config, "auto_map", {}).items():
         if auto_class.startswith("AutoM") and str(path).endswith(name):
-            remote: Any = get_class_from_dynamic_module(path, source.location, **source.hub)
+            remote: Any = get_class_from_dynamic_module(path, str(source.folder), token=source.token)
             remote.register_for_auto_class(auto_class)  # so that save_pretrained saves its code, too
             return remote
     return None

@@ -44,7 +44,7 @@ def lasting_name(model: str) -> str:
 
 def is_hub_name(model: str) -> bool:
     """Whether ``model`` can only be a hub name: it has that form, and is neither a path here nor the demo."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)) and model != DEMO and not Path(model).exists()
+    return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)) and model != DEMO and not os.path.exists(model)
 
 
 def checked_token(token: str | None) -> str | None:

@@ -1,5 +1,6 @@
 """Models whose weights are not on this machine, built from their config and the headers of their weights."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError, reading
 from permtriton.model.empty_model import refuse_shapes
-from permtriton.model.headers import DTYPES
-from permtriton.model.load import check_folder, load_empty_model, stored_tensors
+from permtriton.model.headers import DTYPES, checkpoint_files
+from permtriton.model.load import check_folder, load_empty_model
 from permtriton.model.source import Source, dtype_of
 from permtriton.model.tokenizer import load_processor
 
@@ -23,9 +24,13 @@ def is_here(source: Source) -> bool:
     A folder with a config but without weights does not count: the config only tells how large a model would be.
     """
     check_folder(source)
-    if source.folder is not None and source.gguf is None:
+    if source.gguf is not None:  # on the hub, a GGUF file can only be fetched whole
+        return True
+    if not source.on_hub:
         return any(file.suffix in WEIGHTS for file in source.folder.iterdir())
-    return stored_tensors(source) is not None  # on the hub, a GGUF file can only be fetched whole
+    with suppress(ModelError):  # none of the files, or not all of them
+        return bool(checkpoint_files(source.folder))
+    return False
 
 
 def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
@@ -36,7 +41,7 @@ def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
     """
     model = load_empty_model(source)
     stored: dict[str, Any] = {}
-    if source.folder is None:
+    if source.on_hub:
         with reading(f"{source.name}: the headers of its weights cannot be fetched from the hub", ModelError):
             headers = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=source.revision)
             stored = {name: tensor for file in headers.files_metadata.values() for name, tensor in file.tensors.items()}

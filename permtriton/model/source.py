@@ -1,27 +1,28 @@
 """The source of a model: a folder, the hub, a GGUF file or the demo, with its device and dtype."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, reading
 from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
 from permtriton.model.headers import CONFIG_FILE
-from permtriton.model.name import checked_token, is_hub_name, location_of
+from permtriton.model.name import DEMO, checked_token, is_hub_name, location_of
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 LEGACY_TEMPLATE = "chat_template.json"  # a processor's; a tokenizer's is saved with the tokenizer
 MODULES = "modules.json"  # of sentence-transformers: lists the modules that read hidden states
+# Patterns of the files that are fetched from the hub: all but weights, and what `MODULES` lists, such as ``2_Dense``.
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY.md",
+               "[0-9]_*/*")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,41 +48,52 @@ class Source:
                 raise ConfigError(f"{part.name} is a {type(value).__name__}: expected {expected}")
         object.__setattr__(self, "token", checked_token(self.token))
 
+    @property
+    def on_hub(self) -> bool:
+        return is_hub_name(self.name) and not self.name.endswith(SUFFIX)
+
+    @cached_property
+    def folder(self) -> Path:
+        """The model's folder, or that of its GGUF file; for a hub name, the folder in the hub's cache.
+
+        Of a hub name, the `SMALL_FILES` are fetched, or the GGUF file. Without a network, the folder is what the cache
+        holds.
+        """
+        if self.name == DEMO:
+            return demo.FOLDER
+        if self.gguf_file is None and self.name.endswith(SUFFIX) and not os.path.isdir(self.name):
+            return Path(self.name).parent
+        # `os.path.isdir`, unlike `Path.is_dir`, takes names that are too long.
+        if not os.path.isdir(self.name) and not self.on_hub:
+            problem = "is not a folder" if os.path.exists(self.name) else "does not exist"
+            raise ModelError(
+                f"{self.name} {problem}: give a Hugging Face model folder, a .gguf file, a hub name, or demo"
+            )
+        return self.fetch(self.revision, *SMALL_FILES) if self.on_hub else Path(self.name)
+
+    def fetch(self, revision: str | None, *patterns: str) -> Path:
+        """Fetches the files of a hub name that fit ``patterns``; returns their folder in the hub's cache."""
+        cannot = "there is no such folder, and no such model can be fetched from the hub (check the name, the network, "
+        with reading(f"{self.name}: {cannot}and the token, from hf auth login or HF_TOKEN)", ModelError):
+            files = list(patterns) if self.gguf_file is None else self.gguf_file
+            return Path(snapshot_download(self.name, revision=revision, token=self.token, allow_patterns=files))
+
     @cached_property
     def gguf(self) -> GgufFile | None:
         """The GGUF file from which the model is read and dequantized; None where its weights are in safetensors."""
-        if self.name.endswith(SUFFIX) and not os.path.isdir(self.name) and self.gguf_file is None:
-            if not os.path.isfile(self.name):
-                raise ModelError(f"{self.name} does not exist: give a GGUF file, a Hugging Face model folder or a name")
-            return read_gguf(Path(self.name))
-        if self.gguf_file is None:
+        if self.gguf_file is None and (os.path.isdir(self.name) or not self.name.endswith(SUFFIX)):
             return None
-        if os.path.isfile(self.name):
-            raise ConfigError(
-                f"`gguf_file={self.gguf_file}` names a file in a folder, but {self.name} is a file itself: leave "
-                "`gguf_file=` out, or give the folder"
-            )
-        with reading(f"{self.name} holds no {self.gguf_file}, and none can be fetched from the hub", ModelError):
-            return read_gguf(Path(str(cached_file(self.name, self.gguf_file, **self.hub))))
-
-    @property
-    def hub(self) -> dict[str, str]:
-        """Arguments of a request to the hub besides the name."""
-        options = {"revision": self.revision, "token": self.token}
-        return {name: value for name, value in options.items() if value is not None}
+        path = Path(self.name) if self.gguf_file is None else self.folder / self.gguf_file
+        if not path.is_file():
+            raise ModelError(f"{path} does not exist: give a GGUF file, a Hugging Face model folder or a name")
+        return read_gguf(path)
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Arguments of every ``from_pretrained`` besides the location."""
+        """Arguments of every ``from_pretrained`` besides the folder."""
         # Absolute, because transformers would read a file name without a folder from the current folder.
         file = {} if self.gguf is None else {"gguf_file": str(self.gguf.path.absolute())}
-        return {"trust_remote_code": self.trust_remote_code, **file, **self.hub}
-
-    @property
-    def location(self) -> str:
-        if self.gguf is not None:
-            return str(self.gguf.path.parent)
-        return str(demo.FOLDER) if self.name == "demo" else self.name
+        return {"trust_remote_code": self.trust_remote_code, "token": self.token, **file}
 
     @property
     def described(self) -> str:
@@ -91,61 +103,24 @@ class Source:
         file = "" if self.gguf_file is None else f" from {self.gguf_file}"
         return f"{self.name}, dequantized{file}: {in_words(self.gguf.types)}"
 
-    @property
-    def folder(self) -> Path | None:
-        """The model's folder, or that of its GGUF file; None for a hub name."""
-        # `Path.is_dir`, unlike `os.path.isdir`, fails on names that are too long.
-        return Path(self.location) if os.path.isdir(self.location) else None
-
-    @property
-    def snapshot(self) -> Path | None:
-        """The model's folder or, for a hub name, the folder of its config in the hub's cache; None if there is none."""
-        if self.folder is not None:
-            return self.folder
-        config = try_to_load_from_cache(self.location, CONFIG_FILE, revision=self.revision)
-        return Path(config).parent if isinstance(config, str) else None
-
     def find(self, file: str) -> Path | None:
-        """Returns the path of ``file`` in the folder, or from the hub or its cache; None if there is none.
+        """Returns the path of ``file`` in the folder; None if there is none. Files beside a GGUF file are not used."""
+        path = self.folder / file
+        return path if self.gguf is None and os.path.isfile(path) else None
 
-        Files beside a GGUF file are not used.
-        """
-        if self.folder is not None:
-            path = Path(self.location, file)
-            return path if self.gguf is None and os.path.isfile(path) else None
-        advice = "check the name, the network, and the token (from hf auth login, or HF_TOKEN)"
-        with reading(f"{self.location}: {file} cannot be fetched from the hub ({advice})", ModelError):
-            path = cached_file(
-                self.location,
-                file,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_gated_repo=False,
-                _raise_exceptions_for_connection_errors=False,
-                **self.hub,
-            )
-        return Path(str(path)) if path else None
-
-    def fetch(self, files: Iterable[str]) -> list[str]:
-        """Fetches files of a hub name into the cache; returns those that could not be looked up there."""
-        missing = [file for file in files if self.folder is None and self.find(file) is None]
-        return [file for file in missing if try_to_load_from_cache(self.location, file, revision=self.revision) is None]
-
-    def at_commit(self, config: Any) -> "Source":
-        """Returns the source; the revision of a hub name becomes the commit that was read, if the commit is known.
-
-        Args:
-            config: config of the model that was read, in which some versions of transformers note the commit.
-        """
-        if self.gguf_file is not None or not is_hub_name(self.name):
-            return self
-        cached = self.snapshot.name if self.snapshot else None
-        return replace(self, revision=getattr(config, "_commit_hash", None) or cached or self.revision)
+    def at_commit(self) -> "Source":
+        """Returns the source; the revision of a hub name becomes the commit that was read."""
+        return replace(self, revision=self.folder.name) if self.on_hub else self
 
 
 def source_of_loaded(model: Any) -> Source | None:
     """Returns where a model in memory was loaded from; None if it was made in memory, or its folder is gone."""
-    source = Source(str(getattr(model, "name_or_path", ""))).at_commit(getattr(model, "config", None))
-    return source if source.folder or source.revision else None
+    name = str(getattr(model, "name_or_path", ""))
+    if not is_hub_name(name):
+        return Source(name) if os.path.isdir(name) else None
+    commit = getattr(getattr(model, "config", None), "_commit_hash", None)  # some versions of transformers note it
+    config = try_to_load_from_cache(name, CONFIG_FILE, revision=commit)
+    return Source(name, revision=Path(config).parent.name) if isinstance(config, str) else None
 
 
 def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | PreTrainedModel:

@@ -5,7 +5,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import transformers
-from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.errors import ModelError, first_line, reading
@@ -24,14 +23,14 @@ def load_processor(source: Source, model: PreTrainedModel, progress: Progress | 
         return load_tokenizer(source, progress)
     problems: list[Exception] = []
     loaders = ["AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor"]
-    if source.folder is not None and not source.find("tokenizer_config.json"):
+    if not source.find("tokenizer_config.json"):
         loaders.append(loaders.pop(0))  # AutoProcessor last: it would make up an empty tokenizer
     for loader in loaders:
         try:
-            return getattr(transformers, loader).from_pretrained(source.location, **source.loading)
+            return getattr(transformers, loader).from_pretrained(source.folder, **source.loading)
         except Exception as error:  # of many kinds, also if the folder has a processor of another kind
             problems.append(error)
-    if _is_connection_lost(problems[0]) or any(map(source.find, PROCESSOR_FILES)):
+    if any(map(source.find, PROCESSOR_FILES)):
         raise ModelError(f"{source.name}: its processor cannot be loaded: {first_line(problems[0])}") from problems[0]
     return None
 
@@ -59,17 +58,13 @@ def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrain
     try:
         cannot = f"{source.name}: its tokenizer cannot be loaded"
         with reading(cannot, ModelError), read_quickly(source.gguf, words=True):
-            tokenizer = AutoTokenizer.from_pretrained(source.location, **source.loading)
+            tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.loading)
             _check_vocabulary(source, tokenizer)
             if source.gguf is not None:
                 complete_tokenizer(source.gguf, tokenizer, progress or NoProgress())
             return tokenizer
-    except ModelError as error:  # a missing tokenizer and a damaged one raise the same errors
-        has_files = any(map(source.find, TOKENIZERS)) or (source.gguf and "tokenizer.ggml.model" in source.gguf.header)
-        if source.folder is None and (_is_connection_lost(error) or (not has_files and source.fetch(TOKENIZERS))):
-            problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
-            raise ModelError(f"{problem} Check the network, or give a local folder") from error
-        if has_files:
+    except ModelError:  # a missing tokenizer and a damaged one raise the same errors
+        if any(map(source.find, TOKENIZERS)) or (source.gguf and "tokenizer.ggml.model" in source.gguf.header):
             raise
         return None
 
@@ -85,11 +80,3 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> Non
             f"{source.name}: its tokenizer has special tokens only, expected words or parts of words: the file of its "
             "vocabulary is missing or damaged"
         )
-
-
-def _is_connection_lost(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, LocalEntryNotFoundError | ConnectionError | TimeoutError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
