@@ -45,9 +45,9 @@ def stand_in() -> Iterator[None]:
             stack.enter_context(mock.patch(f"torch.cuda.{name}", lambda *_, answer=answer: answer))
         stack.enter_context(mock.patch("torch.cuda.device", nullcontext))
         for owner, name, answer in (
-            (mma, "runs_on", True), (mma, "limits_of", H200), (mma, "is_trusted", True),
-            (runtime, "_driver", driver), (runtime, "compiled", loaded), (operator, "_has_kernels", True),
-            (operator, "_on_gpu", True), (sparse_linear_fp8, "_multiplies_float8", True),
+            (mma, "limits_of", H200), (mma, "is_trusted", True), (runtime, "_driver", driver),
+            (runtime, "compiled", loaded), (operator, "_has_kernels", True), (operator, "_on_gpu", True),
+            (sparse_linear_fp8, "_multiplies_float8", True),
             (sparse_linear_fp8, "quantize", quantize_tokens(torch.ones(1, CHANNELS))),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, lambda *_, answer=answer: answer))

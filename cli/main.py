@@ -30,7 +30,7 @@ COMMANDS = {
     "KL and cosine to the dense model.",
     "export": "Rewrite a compiled checkpoint packed or dense, bit for bit the same weights, or in 8 bits (fp8).",
     "report": "Write one HTML page about compiled folders: results, masks, permutations, costs. It needs no network.",
-    "doctor": "Show what this machine is, and test what runs on it; the thing to paste into a bug report.\n\n"
+    "doctor": "Show what this machine is, and test the kernels on its GPU; the thing to paste into a bug report.\n\n"
     "Exit code 2 if the self-test fails.",
     "autotune": "Find the fastest configuration of each GPU kernel, for the shapes of a model, on the present GPU.",
 }

@@ -7,10 +7,10 @@ Shapes: ``score`` ``[n, B, B]`` -> ``index`` int32 ``[n, B]``, the row chosen fo
 index convention (``P[index[j], j] = 1``). Of permutations with equal totals, any may be returned.
 Bytes moved: the scores read once.
 
-The Triton kernel, for blocks of up to 256, computes shortest augmenting paths with prices (Jonker and Volgenant), one
-program (by default one warp) per block. The costs are ``c = -score``; a column has a price ``v`` and, once assigned, an
-owner, which is its row. Prices start at the columns' least costs, and each row takes the first column whose least
-cost is in that row. Then every row without a column searches for one, as in Dijkstra's algorithm:
+The Triton kernel, for float32 blocks of up to 256, computes shortest augmenting paths with prices (Jonker and
+Volgenant), one program (by default one warp) per block. The costs are ``c = -score``; a column has a price ``v`` and,
+once assigned, an owner, which is its row. Prices start at the columns' least costs, and each row takes the first column
+whose least cost is in that row. Then every row without a column searches for one, as in Dijkstra's algorithm:
 
     reach[j] = c[row, j] - v[j] + add;   the nearest column is closed, and its owner searches on with
     add = distance[j] + v[j] - c[owner, j],   until the nearest column has no owner: the sink;
@@ -19,8 +19,8 @@ the price of each closed column falls by the distance of the sink minus its own,
 owners. The state of all columns is in registers; a reduction finds the nearest column, at equal distances one without
 an owner. Rows are read from the caches, one per search step: about 4 B steps for random scores, B^2 / 2 at worst.
 
-Sums and prices are float64 whatever the scores' dtype, as in scipy, so that totals equal scipy's; this costs no time,
-because steps wait for loads and reductions. Floor: the scores read once.
+Sums and prices are float64, as in scipy, so that totals equal scipy's; this costs no time, because steps wait for loads
+and reductions. Floor: the scores read once.
 
 The index of a block without an assignment (a NaN, a score of +inf, or -inf in such places that no finite total is left)
 is all -1, so that the host finds such blocks by one comparison over ``[n]`` numbers and one synchronisation. Both are
@@ -42,7 +42,6 @@ from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Config, jit, tl, triton
 from permtriton.kernels.operator import operator
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LARGEST = 256
 
 CONFIGS: tuple[Config, ...] = (
@@ -204,8 +203,8 @@ def refusal(score: Tensor) -> ModelError:
 
 
 def supports(score: Tensor) -> bool:
-    """Whether the kernel supports the scores: blocks of up to 256, in bfloat16, float16, float32 or float64."""
-    return score.dtype in DTYPES and score.shape[-1] <= LARGEST
+    """Whether the kernel supports the scores: float32 blocks of up to 256."""
+    return score.dtype == torch.float32 and score.shape[-1] <= LARGEST
 
 
 assignment = operator(

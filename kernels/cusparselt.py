@@ -36,7 +36,7 @@ def supports(weight_dtype: torch.dtype, out_features: int, in_features: int, dev
 
     cuSPARSELt runs on NVIDIA GPUs only, and each thread can use it on only one of them, see `serves`.
     """
-    there = has_kernels(device) and torch.version.hip is None and torch.backends.cusparselt.is_available()
+    there = has_kernels(device) and torch.backends.cusparselt.is_available()
     return takes(weight_dtype, out_features, in_features) and there and serves(device)
 
 

@@ -29,10 +29,10 @@ def builtin(function: Callable[..., Any]) -> Any:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on a device: NVIDIA GPUs of compute capability 8.0 or newer, and AMD GPUs."""
-    if triton is None or device.type != "cuda":
+    """Whether the kernels run on a device: NVIDIA GPUs of compute capability 8.0 or newer, if Triton is installed."""
+    if triton is None or device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def number_of(gpu: torch.device) -> int:

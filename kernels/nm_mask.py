@@ -14,11 +14,11 @@ divided by the group's mean, see `_sharpness`), for each block of channels:
     dP = A^T M_soft + S^T dS_hat,      dS_hat = softmax_backward(A P)
 
 These are ``[B, O] x [O, B]`` products: no ``C x C`` matrix exists, and ``W`` itself receives no gradient. ``blocks``
-are the sizes of the blocks in channel order; ``soft`` and ``dP`` hold the blocks' matrices one after another,
-flat ``[sum of sizes^2]``. The fast case is a weight whose input dimension has the larger stride (``W.t()`` contiguous):
+are the sizes of the blocks in channel order; ``dP`` holds the blocks' matrices one after another, flat
+``[sum of sizes^2]``. The fast case is a weight whose input dimension has the larger stride (``W.t()`` contiguous):
 whole rows of ``W.t()`` are gathered.
 Bytes moved: forward W read, W_eff written; backward dW_eff and W read. On a GPU Triton runs weights of 16 and 32 bits;
-the backward pass is in nm_mask_backward_triton.py.
+the backward pass, for the usual sizes, is in nm_mask_backward_triton.py.
 
 A program of the forward pass holds ``TILE_O`` rows of W times ``TILE_GROUPS`` groups of the permuted order, with one
 tensor per slot of a group, so that scores are compared tensor by tensor and no data crosses threads. A comparison is
@@ -41,7 +41,7 @@ from torch import Tensor
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
-from permtriton.kernels.nm_mask_backward_triton import FLOOR, equal_blocks, nm_mask_backward_triton
+from permtriton.kernels.nm_mask_backward_triton import FLOOR, equal_blocks, nm_mask_backward_triton, takes
 from permtriton.kernels.operator import operator
 from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
@@ -147,11 +147,11 @@ def _sharpness(group_means: Tensor, blocks: int) -> Tensor:
 
 
 TILE = 1 << 19  # weights per tile on a CPU: temporaries stay in the cache, five times faster than whole weights
+GPU_TILE = 1 << 24  # weights per tile on a GPU: temporaries take some 64 MiB each
 
 
 def _most_channels(weight_CO: Tensor) -> int:
-    channels, out_features = weight_CO.shape
-    return TILE // max(out_features, 1) if weight_CO.device.type == "cpu" else channels
+    return (TILE if weight_CO.device.type == "cpu" else GPU_TILE) // max(weight_CO.shape[1], 1)
 
 
 @jit
@@ -289,40 +289,27 @@ def supports(weight: Tensor, scale: Tensor) -> bool:
 nm_mask_backward = operator(
     lambda grad, weight, importance, index, blocks, *_: importance.scale.new_empty(sum(size**2 for size in blocks)),
     launcher=nm_mask_backward_triton,
-    supports=lambda grad, weight, importance, *_: supports(weight, importance.scale),
+    supports=lambda grad, weight, importance, index, blocks, group, group_scale: (
+        supports(weight, importance.scale) and takes(weight, blocks, group)
+    ),
 )(nm_mask_backward_reference)
 
 
 @operator(
     lambda weight, *_: weight.new_empty(weight.shape[::-1]).t(),
-    launcher=lambda weight, importance, index, soft, blocks, pattern, group_scale: nm_mask_triton(
-        weight, importance, index, blocks, pattern
-    ),
+    launcher=nm_mask_triton,
     supports=lambda weight, importance, *_: supports(weight, importance.scale),
-    gradient=lambda grad, weight, importance, index, blocks, pattern, group_scale: {
-        "soft": nm_mask_backward(grad, weight, importance, index, blocks, pattern.group, group_scale)
-    },
-    keeps=("weight", "importance", "index", "blocks", "pattern", "group_scale"),
 )
 def nm_mask(
-    weight: Tensor,
-    importance: ImportanceFactors,
-    index: Tensor,
-    soft: Tensor,
-    blocks: Sequence[int],
-    pattern: NMPattern,
-    group_scale: bool,
+    weight: Tensor, importance: ImportanceFactors, index: Tensor, blocks: Sequence[int], pattern: NMPattern
 ) -> Tensor:
-    """Returns the masked weight ``[O, C]`` in base order; differentiable in ``soft`` (straight through ``index``).
+    """Returns the masked weight ``[O, C]`` in base order; not differentiable.
 
     Args:
         weight: ``[O, C]``, any strides.
         importance: Factors of the weight's scores.
-        index: int64 ``[C]``, a permutation inside the blocks: the hard permutation of this step.
-        soft: float32 ``[sum of sizes^2]``, the soft permutation from which ``index`` was assigned; its values are not
-            read, it only receives the gradient.
+        index: int64 ``[C]``, a permutation inside the blocks.
         blocks: Sizes of the blocks in channel order; multiples of the group that sum to C.
         pattern: N:M pattern of the mask.
-        group_scale: Whether the backward softmax divides scores by the mean of their group.
     """
     return nm_mask_reference(weight, importance, index, blocks, pattern)

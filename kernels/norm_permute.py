@@ -14,11 +14,12 @@ and float64 there, agree to within float32 rounding. Gradients are computed in f
 intermediate roundings.
 Shapes: ``x`` ``[..., C]``, ``weight`` and ``bias`` ``[C]`` in the order of ``x``, ``index`` ``[C]`` of any integer
 dtype -> ``y`` ``[..., C]``.
-Bytes moved: x read once, y written once, as for the norm alone. On a GPU Triton runs the float32, bfloat16 and float16
-norms; the reference runs the others.
+Bytes moved: x read once, y written once, as for the norm alone. On a GPU a Triton kernel computes norms in float32,
+bfloat16 and float16 of rows that fit into registers (see `permtriton.kernels.quantize.holds`); other norms, and the
+backward pass, run the reference.
 
-A program holds a row of up to `permtriton.kernels.quantize.LONGEST` channels in registers: one read, the norm in
-float32, a gather through shared memory of the values rounded to the output's dtype, and one write in runs of 16 bytes.
+A program of the kernel holds a row in registers: one read, the norm in float32, a gather through shared memory of the
+values rounded to the output's dtype, and one write in runs of 16 bytes.
 Other ways to gather within a row cost more than the norm alone, which moves 2 + 2 bytes per channel: a scatter
 ``y[inverse[j]]`` writes 2 bytes of a 32-byte sector at a time, sixteen times the write traffic of the floor; a second
 load ``x[index[j]]`` hits the cache, but a warp touches up to 32 lines, 32 cycles for 64 bytes, where shared memory
@@ -27,18 +28,12 @@ they are read once per program, while Triton's pipelining copies the next rows i
 ``num_stages=3``: with 2, the next row is loaded only after the gather and store of this one. Loading the next row into
 registers instead, as `permute` does, leaves fewer programs per multiprocessor for four of the six combinations of kind
 and dtype.
-Floor: forward reads x and writes y; backward reads x and the gradient and writes dx. The gradient is brought into the
-order of x by the same gather, with the inverse index. For weight gradients, each program sums over its rows in
-registers, in float32, and writes one line of ``[programs, C]``, which is then summed in a fixed order: no atomics, and
-the same input gives the same bits. With 2 programs per multiprocessor that is 1 % of the traffic at 16384 rows.
-Backward, sums and values of more than `LONGEST_BACKWARD` channels do not fit into registers: the gradient is gathered
-first, a row is read in tiles several times, from the cache after the first time, and sums are kept in memory.
+Floor: x read and y written.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,39 +42,17 @@ from torch.nn.functional import layer_norm
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
 from permtriton.kernels.operator import operator
-from permtriton.kernels.permute import (
-    check_shapes,
-    gather_rows,
-    load_index,
-    permute,
-    permute_reference,
-    programs_for,
-    warps_for,
-)
-from permtriton.kernels.quantize import (
-    FLOAT8,
-    are_aligned,
-    empty_quantized,
-    holds,
-    quantize_tokens,
-    quantize_triton,
-    rows_of,
-    store_quantized,
-)
-from permtriton.kernels.quantize import supports as can_quantize
+from permtriton.kernels.permute import check_shapes, load_index, permute, permute_reference, programs_for, warps_for
+from permtriton.kernels.quantize import holds, rows_of
 from permtriton.util.permutation import inverse
 
 KINDS = ("rms", "rms_float", "layer")  # KIND in a kernel is the index in this tuple
 
-LONGEST_BACKWARD = 4096  # padded channels; longer rows are read in tiles
-LONG_TILE = 2048
 HELD = 8192  # padded channels up to which a program holds weight and index; beyond, it reads them for every row
-LONG_PROGRAMS, BACKWARD_PROGRAMS = 4, 2  # per multiprocessor
 
-# num_warps is for rows of 4096 channels and is scaled with their length; forward, longer rows get twice that, so that
-# LLVM merges the gather's stores to shared memory into 16-byte ones: see `permtriton.kernels.permute`.
+# num_warps is for rows of 4096 channels and is scaled with their length; longer rows get twice that, so that LLVM
+# merges the gather's stores to shared memory into 16-byte ones: see `permtriton.kernels.permute`.
 CONFIGS = (Config(num_warps=8), Config(num_warps=16))
-BACKWARD_CONFIGS = (Config(num_warps=8), Config(num_warps=16))
 
 
 @dataclass(frozen=True)
@@ -123,8 +96,8 @@ def norm_backward_reference(
     bias: Tensor | None,
     variant: NormVariant,
     precision: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x (contiguous), weight and bias (empty without bias); ``grad`` is in the order of ``x``.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of x, weight and bias (None without bias); ``grad`` is in the order of ``x``.
 
     RMS kinds: ``dx = r (g - h mean(g h))`` with ``g = grad * (offset + weight)`` and ``r = 1 / sqrt(mean(x^2) + eps)``.
     """
@@ -132,24 +105,22 @@ def norm_backward_reference(
         scale = variant.shifted(weight)
         _, mean, rstd = torch.native_layer_norm(x, weight.shape, scale, bias, variant.eps)
         arguments = (grad.contiguous(), x, weight.shape, mean, rstd, scale, bias, [True, True, bias is not None])
-        grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(*arguments)
-        return grad_x.contiguous(), grad_weight, weight.new_empty(0) if bias is None else grad_bias
+        return torch.ops.aten.native_layer_norm_backward(*arguments)
     hidden, grad = x.to(precision), grad.to(precision)
     root = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + variant.eps)
     hidden = hidden * root
     grad_weight = (grad * hidden).reshape(-1, weight.numel()).sum(0).to(weight.dtype)
     grad = grad * variant.shifted(weight.to(precision))
     grad_x = root * (grad - hidden * (grad * hidden).mean(-1, keepdim=True))
-    return grad_x.to(x.dtype).contiguous(), grad_weight, weight.new_empty(0)
+    return grad_x.to(x.dtype), grad_weight, None
 
 
 @jit
 def _normalized(row, inside, C, eps, KIND: tl.constexpr):
-    """Returns (normalized float32 row, 1 / deviation); 0 outside."""
+    """The normalized float32 row; 0 outside."""
     if KIND == 2:
         row = tl.where(inside, row - tl.sum(row, 0) / C, 0.0)
-    root = tl.rsqrt(tl.sum(row * row, 0) / C + eps)
-    return row * root, root
+    return row * tl.rsqrt(tl.sum(row * row, 0) / C + eps)
 
 
 @jit
@@ -167,26 +138,6 @@ def _scaled(hidden, scale, offset, X_DTYPE: tl.constexpr, KIND: tl.constexpr):
 
 
 @jit
-def _statistics(row_ptr, C, eps, TILE: tl.constexpr, KIND: tl.constexpr):
-    """Returns (mean, 1 / deviation) of a row that does not fit into registers; the mean of the RMS kinds is 0."""
-    mean = 0.0
-    if KIND == 2:
-        total = tl.zeros([TILE], tl.float32)
-        for start in range(0, C, TILE):
-            channel = start + tl.arange(0, TILE)
-            total += tl.load(row_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
-        mean = tl.sum(total, 0) / C
-    square = tl.zeros([TILE], tl.float32)
-    for start in range(0, C, TILE):
-        channel = start + tl.arange(0, TILE)
-        hidden = tl.load(row_ptr + channel, mask=channel < C, other=0.0).to(tl.float32)
-        hidden = tl.where(channel < C, hidden - mean, 0.0)
-        square += hidden * hidden
-    root = tl.rsqrt(tl.sum(square, 0) / C + eps)
-    return mean, root
-
-
-@jit
 def _added(value, residual_ptr, total_ptr, inside, ADD: tl.constexpr):
     """Returns a row plus its residual, if there is one, and stores the sum, rounded as by torch."""
     if ADD:
@@ -199,8 +150,8 @@ def _added(value, residual_ptr, total_ptr, inside, ADD: tl.constexpr):
 @jit
 def _norm_permute_fwd_kernel(
     x_ptr, weight_ptr, bias_ptr, index_ptr, y_ptr, rows, C, row_stride, eps, offset, residual_ptr, total_ptr,
-    residual_stride, token_scale_ptr, BLOCK_C: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    HOLD: tl.constexpr, ADD: tl.constexpr, QUANTIZE: tl.constexpr,
+    residual_stride, BLOCK_C: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, HOLD: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
@@ -215,7 +166,7 @@ def _norm_permute_fwd_kernel(
         value = _added(
             value, residual_ptr + row * residual_stride + channel, total_ptr + row * C + channel, inside, ADD
         )
-        result, _ = _normalized(value.to(tl.float32), inside, C, eps, KIND)
+        result = _normalized(value.to(tl.float32), inside, C, eps, KIND)
         if not HOLD:
             scale = tl.load(weight_ptr + channel, mask=inside, other=0.0)
         result = _scaled(result, scale, offset, value.dtype, KIND)
@@ -226,108 +177,12 @@ def _norm_permute_fwd_kernel(
         if not HOLD:
             source = load_index(index_ptr, channel, inside, C)
         result = tl.gather(result.to(scale.dtype if KIND == 0 else value.dtype), source, 0)
-        if QUANTIZE:
-            store_quantized(result, inside, y_ptr + row * C + channel, token_scale_ptr + row)
-        else:
-            tl.store(y_ptr + row * C + channel, result, mask=inside)
-
-
-@jit
-def _norm_long_fwd_kernel(
-    x_ptr, weight_ptr, bias_ptr, index_ptr, y_ptr, rows, C, row_stride, eps, offset,
-    TILE: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """The norm of rows that do not fit into registers: each is read again, from the cache, in the index's order."""
-    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        mean, root = _statistics(x_ptr + row * row_stride, C, eps, TILE, KIND)
-        for start in range(0, C, TILE):
-            channel = start + tl.arange(0, TILE)
-            inside = channel < C
-            source = load_index(index_ptr, channel, inside, C)
-            value = tl.load(x_ptr + row * row_stride + source, mask=inside, other=0.0)
-            result = (value.to(tl.float32) - mean) * root
-            scale = tl.load(weight_ptr + source, mask=inside, other=0.0)
-            result = _scaled(result, scale, offset, value.dtype, KIND)
-            if BIAS:
-                result += tl.load(bias_ptr + source, mask=inside, other=0.0).to(tl.float32)
-            tl.store(y_ptr + row * C + channel, result.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@jit
-def _norm_permute_bwd_kernel(
-    grad_ptr, x_ptr, weight_ptr, inverse_ptr, grad_x_ptr, weight_sums_ptr, bias_sums_ptr,
-    rows, C, grad_row_stride, row_stride, eps, offset,
-    BLOCK_C: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """``inverse_ptr`` points to the inverse index; the sums are ``[programs, C]``."""
-    channel = tl.arange(0, BLOCK_C)
-    inside = channel < C
-    source = tl.load(inverse_ptr + channel, mask=inside, other=0)
-    program = tl.program_id(0).to(tl.int64)
-    weight_sum = tl.zeros([BLOCK_C], tl.float32)
-    bias_sum = tl.zeros([BLOCK_C], tl.float32)
-    for row in range(program, rows, tl.num_programs(0)):
-        outer = tl.load(grad_ptr + row * grad_row_stride + channel, mask=inside, other=0.0)
-        outer = tl.gather(outer, source, 0).to(tl.float32)
-        hidden = tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0).to(tl.float32)
-        hidden, root = _normalized(hidden, inside, C, eps, KIND)
-        weight_sum += outer * hidden
-        if BIAS:
-            bias_sum += outer
-        inner = outer * (tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32) + offset)
-        inner = tl.where(inside, inner, 0.0)
-        result = inner - hidden * (tl.sum(inner * hidden, 0) / C)
-        if KIND == 2:
-            result -= tl.sum(inner, 0) / C
-        tl.store(grad_x_ptr + row * C + channel, (result * root).to(grad_x_ptr.dtype.element_ty), mask=inside)
-    tl.store(weight_sums_ptr + program * C + channel, weight_sum, mask=inside)
-    if BIAS:
-        tl.store(bias_sums_ptr + program * C + channel, bias_sum, mask=inside)
-
-
-@jit
-def _norm_long_bwd_kernel(
-    grad_ptr, x_ptr, weight_ptr, grad_x_ptr, weight_sums_ptr, bias_sums_ptr, rows, C, row_stride, eps, offset,
-    TILE: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Rows that do not fit into registers; ``grad`` is in the order of x, the sums ``[programs, C]`` start as zeros."""
-    program = tl.program_id(0).to(tl.int64)
-    for row in range(program, rows, tl.num_programs(0)):
-        mean, root = _statistics(x_ptr + row * row_stride, C, eps, TILE, KIND)
-        product = tl.zeros([TILE], tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        for start in range(0, C, TILE):
-            channel = start + tl.arange(0, TILE)
-            inside = channel < C
-            hidden = (tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0).to(tl.float32) - mean) * root
-            outer = tl.load(grad_ptr + row * C + channel, mask=inside, other=0.0).to(tl.float32)
-            inner = outer * (tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32) + offset)
-            product += inner * hidden
-            total += inner
-            place = program * C + channel
-            before = tl.load(weight_sums_ptr + place, mask=inside, other=0.0)
-            tl.store(weight_sums_ptr + place, before + outer * hidden, mask=inside)
-            if BIAS:
-                before = tl.load(bias_sums_ptr + place, mask=inside, other=0.0)
-                tl.store(bias_sums_ptr + place, before + outer, mask=inside)
-        product = tl.sum(product, 0) / C
-        common = 0.0
-        if KIND == 2:
-            common = tl.sum(total, 0) / C
-        for start in range(0, C, TILE):
-            channel = start + tl.arange(0, TILE)
-            inside = channel < C
-            hidden = (tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0).to(tl.float32) - mean) * root
-            outer = tl.load(grad_ptr + row * C + channel, mask=inside, other=0.0).to(tl.float32)
-            inner = outer * (tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32) + offset)
-            result = (inner - hidden * product - common) * root
-            tl.store(grad_x_ptr + row * C + channel, result.to(grad_x_ptr.dtype.element_ty), mask=inside)
-        tl.debug_barrier()  # so that the next row sees the sums of this one
+        tl.store(y_ptr + row * C + channel, result, mask=inside)
 
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernels support the dtypes; float64 runs the reference."""
-    return all(tensor is None or tensor.dtype in DTYPES for tensor in (x, weight, bias))
+    """Whether the kernel supports the dtypes and the length of the rows."""
+    return all(tensor is None or tensor.dtype in DTYPES for tensor in (x, weight, bias)) and holds(x)
 
 
 def norm_permute_triton(
@@ -337,90 +192,36 @@ def norm_permute_triton(
     index: Tensor,
     variant: NormVariant,
     added: tuple[Tensor, Tensor] | None = None,
-    token_scale: Tensor | None = None,
 ) -> Tensor:
     """Computes `norm_permute` of inputs that `takes` accepts.
 
-    Args:
-        x, weight, bias, index, variant: as `norm_permute` takes them.
-        added: (residual that is added to ``x``, output for the sum), both in the dtype and shape of ``x``, or None.
-        token_scale: Output for the scales of a quantized result; None: not quantized. Neither this nor ``added`` is
-            possible for rows that `holds` refuses.
+    ``added`` is (residual that is added to ``x``, output for the sum), both in the dtype and shape of ``x``, or None.
     """
-    kind, eps, offset = variant.kind, variant.eps, variant.offset
+    kind = variant.kind
     hidden, dtype = rows_of(x), weight.dtype if kind == "rms" else x.dtype
-    y = torch.empty(x.shape, dtype=dtype if token_scale is None else FLOAT8, device=x.device)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
     weight, index, bias = weight.contiguous(), index.contiguous(), None if bias is None else bias.contiguous()
     rows, channels = hidden.shape
     block = triton.next_power_of_2(channels)
-    shifts = weight if bias is None else bias
-    arguments = (hidden, weight, shifts, index, y, rows, channels, hidden.stride(0), eps, offset)
-    shared = {"KIND": KINDS.index(kind), "BIAS": bias is not None}
     residual, total = (hidden, y) if added is None else (rows_of(added[0]), added[1])
-    if not holds(hidden):
-        grid = (programs_for(x, rows, LONG_PROGRAMS),)
-        _norm_long_fwd_kernel[grid](*arguments, TILE=LONG_TILE, num_warps=8, **shared)
-        return y
     config = config_for("norm_permute", CONFIGS, (rows, channels), x.dtype)
     warps = warps_for(config, block if block <= 4096 else 2 * block)
     resident = 16 if kind == "layer" else 24 if x.dtype == torch.float32 else 32  # warps, at 92, 78 or 64 registers
     grid = (programs_for(x, rows, triton.cdiv(resident, warps)),)
     _norm_permute_fwd_kernel[grid](
-        *arguments, residual, total, residual.stride(0), y if token_scale is None else token_scale, BLOCK_C=block,
-        HOLD=block <= HELD, ADD=added is not None, QUANTIZE=token_scale is not None, num_warps=warps, **shared,
+        hidden, weight, weight if bias is None else bias, index, y, rows, channels, hidden.stride(0), variant.eps,
+        variant.offset, residual, total, residual.stride(0), BLOCK_C=block, KIND=KINDS.index(kind),
+        BIAS=bias is not None, HOLD=block <= HELD, ADD=added is not None, num_warps=warps,
     )  # fmt: skip
     return y
-
-
-def norm_quantize_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant
-) -> tuple[Tensor, Tensor]:
-    """Computes `norm_quantize` of inputs that `takes` accepts, by two kernels if rows are long or not aligned."""
-    arguments, hidden = (x, weight, bias, index, variant), rows_of(x)
-    if not holds(hidden) or not are_aligned(hidden):
-        return quantize_triton(norm_permute_triton(*arguments))
-    token_scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    return norm_permute_triton(*arguments, token_scale=token_scale), token_scale
 
 
 def add_norm_permute_triton(
     x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Computes `add_norm_permute` of inputs that `takes` accepts, with ``residual`` in the dtype of ``x``."""
-    variant = NormVariant("rms", eps)
-    if not holds(rows_of(x)):
-        total = (x + residual).contiguous()
-        return norm_permute_triton(total, weight, None, index, variant), total
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return norm_permute_triton(x, weight, None, index, variant, added=(residual, total)), total
-
-
-def norm_permute_backward_triton(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant
-) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, outer, back = rows_of(x), rows_of(grad), inverse(index.long()).int()
-    rows, channels = hidden.shape
-    block, weight = triton.next_power_of_2(channels), weight.contiguous()
-    programs = programs_for(x, rows, BACKWARD_PROGRAMS)
-    make = torch.empty if block <= LONGEST_BACKWARD else torch.zeros
-    weight_sums = make((programs, channels), dtype=torch.float32, device=x.device)
-    bias_sums = weight_sums if bias is None else make((programs, channels), dtype=torch.float32, device=x.device)
-    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    shared = {"KIND": KINDS.index(variant.kind), "BIAS": bias is not None}
-    results = (grad_x, weight_sums, bias_sums, rows, channels)
-    if block <= LONGEST_BACKWARD:
-        config = config_for("norm_permute_backward", BACKWARD_CONFIGS, (rows, channels), x.dtype)
-        _norm_permute_bwd_kernel[(programs,)](
-            outer, hidden, weight, back, *results, outer.stride(0), hidden.stride(0), variant.eps, variant.offset,
-            BLOCK_C=block, num_warps=warps_for(config, block), **shared,
-        )  # fmt: skip
-    else:
-        _norm_long_bwd_kernel[(programs,)](
-            gather_rows(outer, back), hidden, weight, *results, hidden.stride(0), variant.eps, variant.offset,
-            TILE=LONG_TILE, num_warps=8, **shared,
-        )  # fmt: skip
-    grad_bias = weight.new_empty(0) if bias is None else bias_sums.sum(0).to(bias.dtype)
-    return grad_x, weight_sums.sum(0).to(weight.dtype), grad_bias
+    return norm_permute_triton(x, weight, None, index, NormVariant("rms", eps), added=(residual, total)), total
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> None:
@@ -430,22 +231,11 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, varian
         assert vector is None or vector.shape == x.shape[-1:], f"a vector {list(vector.shape)} for {list(x.shape)}"
 
 
-@operator(
-    lambda grad, x, weight, bias, *_: (
-        x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(0) if bias is None else torch.empty_like(bias)
-    ),
-    launcher=norm_permute_backward_triton,
-    supports=lambda grad, x, weight, bias, *_: takes(x, weight, bias),
-)  # fmt: skip
-def norm_permute_backward(
+def _gradient(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `norm_backward_reference` of a ``grad`` in the order of the output."""
-    return norm_backward_reference(permute(grad, inverse(index.long())), x, weight, bias, variant)
-
-
-def _gradient(grad: Tensor, *inputs: Any) -> dict[str, Tensor]:
-    return dict(zip(("x", "weight", "bias"), norm_permute_backward(grad, *inputs), strict=True))
+) -> dict[str, Tensor | None]:
+    grads = norm_backward_reference(permute(grad, inverse(index.long())), x, weight, bias, variant)
+    return dict(zip(("x", "weight", "bias"), grads, strict=True))
 
 
 @operator(
@@ -492,20 +282,3 @@ def add_norm_permute(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor,
     """
     total = (x + residual).contiguous()
     return norm_reference(total, weight, None, NormVariant("rms", eps), index.long()), total
-
-
-@operator(
-    empty_quantized,
-    check=_check,
-    launcher=norm_quantize_triton,
-    supports=lambda x, weight, bias, *_: takes(x, weight, bias) and can_quantize(x),
-)
-def norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant
-) -> tuple[Tensor, Tensor]:
-    """Returns `norm_permute`'s result in float8 e4m3, contiguous, and the scale of each token, float32 ``[..., 1]``.
-
-    That result is rounded to its dtype before it is quantized. Bytes moved: 3/4 of the norm's at 16 bits. Not
-    differentiable.
-    """
-    return quantize_tokens(norm_reference(x, weight, bias, variant, index.long()))

@@ -5,7 +5,7 @@ Shapes: ``x`` ``[..., C, ...]`` of any dtype, ``index`` ``[C]`` of any integer d
 Bytes moved: x read once, y written once; no arithmetic. The floor is a copy of the same bytes. The backward pass
 gathers the gradient by the inverse index, which it recomputes, since C entries are few beside ``rows x C``.
 
-Triton gathers along the last dimension; other dimensions run the reference.
+Triton gathers values of up to 32 bits along the last dimension; everything else runs the reference.
 
 A program moves rows of up to `STAGED` channels through shared memory: 16-byte loads, staging, a gather of one word per
 channel, 16-byte stores. A gather straight from global memory would touch up to 32 lines per warp for 64 bytes of 16-bit
@@ -41,14 +41,14 @@ INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # num_warps: for tiles of 4096 channels. TILE: least channels of a tile, which several short rows fill. PACK_BITS: size
 # of the words into which values of several rows are packed; with 8, each row has words of its own.
 CONFIGS = (Config({"TILE": 2048, "PACK_BITS": 32}, num_warps=16), Config({"TILE": 2048, "PACK_BITS": 8}, num_warps=16))
-STAGED = 16384  # channels of up to 32 bits that a program can hold; half as many at 64 bits, or if rows are not aligned
+STAGED = 16384  # channels that a program can hold; half as many if rows are not aligned
 DIRECT_TILE = 1024
-MAX_WARPS = 16 if torch.version.hip else 32  # 1024 threads per program
+MAX_WARPS = 32  # 1024 threads per program
 RESIDENT_WARPS = 48  # per multiprocessor, at 40 registers per thread
-RESIDENT_WARPS_MORE = 32  # at up to 64 registers: several rows per tile, 64-bit values, rows that are not aligned
+RESIDENT_WARPS_MORE = 32  # at up to 64 registers: several rows per tile, rows that are not aligned
 DIRECT_PROGRAMS = 8  # per multiprocessor
 PACKED_ROWS = 1024  # fewer rows do not share words: they are spread over more programs instead
-WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 def permute_reference(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
@@ -140,14 +140,21 @@ def programs_for(x: Tensor, tiles: int, per_processor: int) -> int:
     return min(tiles, 2 if processors is None else processors * per_processor)
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Returns ``x[:, index]``, contiguous; ``x`` is not empty, of any strides, with values of 8, 16, 32 or 64 bits."""
-    (rows, channels), size = x.shape, x.element_size()
-    y = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
-    word, block = WORDS[size], triton.next_power_of_2(channels)
-    arguments = (x.view(word), index.contiguous(), y.view(word), rows, channels, *x.stride())
-    aligned = channels % 16 == 0 and x.stride(0) % 16 == 0 and x.stride(1) == 1
-    if block * max(size, 4) > (STAGED if aligned else STAGED // 2) * 4:
+def permute_triton(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
+    """Gathers with Triton what the kernels support, and else runs the reference.
+
+    Reads ``x`` in place, whatever its strides, if the leading dimensions collapse to one row stride; else copies it.
+    Shapes are not checked.
+    """
+    size = x.element_size()
+    if dim not in (-1, x.dim() - 1) or size not in WORDS:
+        return permute_reference(x, index, dim)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    values = x.reshape(-1, x.shape[-1]).view(WORDS[size])
+    (rows, channels), block = values.shape, triton.next_power_of_2(x.shape[-1])
+    arguments = (values, index.contiguous(), y.view(WORDS[size]), rows, channels, *values.stride())
+    aligned = channels % 16 == 0 and values.stride(0) % 16 == 0 and values.stride(1) == 1
+    if block > (STAGED if aligned else STAGED // 2):
         tiles = (programs_for(x, rows, DIRECT_PROGRAMS), triton.cdiv(channels, DIRECT_TILE))
         _permute_direct_kernel[tiles](*arguments, BLOCK_C=DIRECT_TILE, num_warps=4)
         return y
@@ -156,21 +163,10 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     pack_bits = config.constants["PACK_BITS"] if rows >= PACKED_ROWS and aligned else 8
     shared = {"ROWS": tile // block, "PACK": max(pack_bits // (8 * size), 1)}
     warps = warps_for(config, tile)
-    resident = (RESIDENT_WARPS if aligned and tile == block and size < 8 else RESIDENT_WARPS_MORE) // warps
+    resident = (RESIDENT_WARPS if aligned and tile == block else RESIDENT_WARPS_MORE) // warps
     grid = (programs_for(x, triton.cdiv(rows, shared["ROWS"] * shared["PACK"]), max(resident, 1)),)
     _permute_fwd_kernel[grid](*arguments, BLOCK_C=block, BITS=8 * size, num_warps=warps, **shared)
     return y
-
-
-def permute_triton(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
-    """Gathers with Triton along the last dimension; other dimensions and 128-bit values run the reference.
-
-    Reads ``x`` in place, whatever its strides, if the leading dimensions collapse to one row stride; else copies it.
-    Shapes are not checked.
-    """
-    if dim not in (-1, x.dim() - 1) or x.element_size() not in WORDS:
-        return permute_reference(x, index, dim)
-    return gather_rows(x.reshape(-1, x.shape[-1]), index).view(x.shape)
 
 
 def _gradient(grad: Tensor, index: Tensor, dim: int) -> dict[str, Tensor]:

@@ -78,7 +78,6 @@ def placement_gradient_reference(
         start, size, count, offset = tile
         chosen = index[start : start + size * count]
         scores, agreement, rise = weight_terms(weight, importance, grad, chosen, curvature)
-        assert rise is not None
         matrices = result[offset : offset + size * size * count].view(count, size, size)
         inside = (chosen - start).view(count, size) % size
         for matrix, channels, terms in zip(

@@ -1,31 +1,24 @@
 # mypy: allow-untyped-defs
-"""Activations in float8 e4m3 with a scale per token, ``x[t] ~ scale[t] q[t]``: alone, or fused with what computes x.
+"""Activations in float8 e4m3 with a scale per token, ``x[..., index][t] ~ scale[t] q[t]``.
 
     scale[t] = max over c of |x[t, c]| / 448, in float32 (the machine epsilon if all are zeros)
-    q[t, c]  = e4m3(x[t, c] / scale[t])
+    q[t, c]  = e4m3(x[t, index[c]] / scale[t])
 
-    quantize       of x, or of x[..., index]
-    silu_quantize  of silu(gate) * up, as before a gated MLP's last linear; silu and product are rounded to gate's dtype
-    (norm_quantize of a norm, in `permtriton.kernels.norm_permute`)
-
-Shapes: ``x``, ``gate``, ``up`` ``[..., C]`` -> ``q`` float8 ``[..., C]``, ``scale`` float32 ``[..., 1]``.
-Bytes moved: the inputs read once, one byte per value written, where an operation without quantizing writes two or four.
-Kernels run on NVIDIA GPUs of compute capability 8.9 or newer, which convert to e4m3; elsewhere the references run.
+Shapes: ``x`` ``[..., C]``, ``index`` ``[C]`` -> ``q`` float8 ``[..., C]``, ``scale`` float32 ``[..., 1]``.
+Bytes moved: the input read once, one byte per value written.
+Kernels run on NVIDIA GPUs of compute capability 8.9 or newer, which convert to e4m3; elsewhere the reference runs.
 
 The kernels multiply by 1 / scale: a division would cost more instructions than all the rest. So a value that lies
 within a float32 rounding of the middle between two float8 values may be rounded to the other one than in the reference.
 
-A program holds a row of up to `LONGEST` channels in registers and walks over rows. Longer rows are read twice in tiles,
-the second time from the cache.
+A program holds a row of up to `LONGEST` channels in registers and walks over rows. Longer rows are gathered first, then
+read twice in tiles, the second time from the cache.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import DTYPES, Config, has_kernels, jit, tl, triton
@@ -93,104 +86,76 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def has_float8(device: torch.device) -> bool:
     """Whether a GPU converts to float8 e4m3 and multiplies it: NVIDIA's, compute capability 8.9 or newer."""
-    there = has_kernels(device) and torch.version.hip is None
-    return there and torch.cuda.get_device_capability(device) >= (8, 9)
+    return has_kernels(device) and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @jit
-def scale_of(largest):
+def _scale_of(largest):
     """Returns the float32 scale of a row from its largest magnitude."""
     scale = tl.div_rn(largest, LARGEST_VALUE)
     return tl.where(scale == 0.0, SMALLEST_SCALE, scale)
 
 
 @jit
-def store_quantized(row, inside, y_ptr, scale_ptr):
-    """Quantizes a row in registers, zeros outside, and stores it with its scale."""
-    row = row.to(tl.float32)
-    scale = scale_of(tl.max(tl.abs(row), 0))
-    tl.store(y_ptr, (row * tl.div_rn(1.0, scale)).to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(scale_ptr, scale)
-
-
-@jit
-def _values(x_ptr, up_ptr, inside, SILU: tl.constexpr):
-    """Returns the values to quantize; zeros outside."""
-    value = tl.load(x_ptr, mask=inside, other=0.0)
-    if SILU:
-        wide = value.to(tl.float32)
-        gate = (wide / (1.0 + tl.exp(-wide))).to(value.dtype).to(tl.float32)
-        value = (gate * tl.load(up_ptr, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
-    return value
-
-
-@jit
 def _quantize_kernel(
-    x_ptr, up_ptr, index_ptr, y_ptr, scale_ptr, rows, C, row_stride, up_stride,
-    BLOCK_C: tl.constexpr, SILU: tl.constexpr, GATHER: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, index_ptr, y_ptr, scale_ptr, rows, C, row_stride,
+    BLOCK_C: tl.constexpr, GATHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
     if GATHER:
         source = load_index(index_ptr, channel, inside, C)
     for row in tl.range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0), num_stages=STAGES):
-        value = _values(x_ptr + row * row_stride + channel, up_ptr + row * up_stride + channel, inside, SILU)
+        value = tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0)
         if GATHER:
             value = tl.gather(value, source, 0)
-        store_quantized(value, inside, y_ptr + row * C + channel, scale_ptr + row)
+        value = value.to(tl.float32)
+        scale = _scale_of(tl.max(tl.abs(value), 0))
+        result = (value * tl.div_rn(1.0, scale)).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row * C + channel, result, mask=inside)
+        tl.store(scale_ptr + row, scale)
 
 
 @jit
-def _quantize_long_kernel(
-    x_ptr, up_ptr, y_ptr, scale_ptr, rows, C, row_stride, up_stride, TILE: tl.constexpr, SILU: tl.constexpr
-):  # fmt: skip
+def _quantize_long_kernel(x_ptr, y_ptr, scale_ptr, rows, C, row_stride, TILE: tl.constexpr):
     for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         largest = tl.zeros([TILE], tl.float32)
         for start in range(0, C, TILE):
             channel = start + tl.arange(0, TILE)
-            value = _values(x_ptr + row * row_stride + channel, up_ptr + row * up_stride + channel, channel < C, SILU)
+            value = tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0)
             largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
-        scale = scale_of(tl.max(largest, 0))
+        scale = _scale_of(tl.max(largest, 0))
         for start in range(0, C, TILE):
             channel = start + tl.arange(0, TILE)
-            value = _values(x_ptr + row * row_stride + channel, up_ptr + row * up_stride + channel, channel < C, SILU)
-            result = value.to(tl.float32) * tl.div_rn(1.0, scale)
-            tl.store(y_ptr + row * C + channel, result.to(y_ptr.dtype.element_ty), mask=channel < C)
+            value = tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0).to(tl.float32)
+            result = (value * tl.div_rn(1.0, scale)).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + row * C + channel, result, mask=channel < C)
         tl.store(scale_ptr + row, scale)
 
 
-def quantize_triton(x: Tensor, index: Tensor | None = None, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Computes `quantize`, or, with ``up``, `silu_quantize` of the gate ``x``."""
-    y, scale = empty_quantized(x)
+def quantize_triton(x: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+    y, scale = _empty_quantized(x)
     hidden = rows_of(x)
     rows, channels = hidden.shape
-    other = hidden if up is None else rows_of(up)
-    results, sizes = (y, scale), (rows, channels, hidden.stride(0), other.stride(0))
-    block = triton.next_power_of_2(channels)
     if not holds(hidden):
-        if index is not None:
-            return quantize_triton(permute(x, index))
+        hidden = hidden if index is None else permute(hidden, index)
         grid = (programs_for(x, rows, 4),)
-        _quantize_long_kernel[grid](hidden, other, *results, *sizes, TILE=LONG_TILE, SILU=up is not None, num_warps=8)
-        return results
-    config = config_for("quantize", CONFIGS, (rows, channels), x.dtype)
+        _quantize_long_kernel[grid](hidden, y, scale, rows, channels, hidden.stride(0), TILE=LONG_TILE, num_warps=8)
+        return y, scale
+    config, block = config_for("quantize", CONFIGS, (rows, channels), x.dtype), triton.next_power_of_2(channels)
     warps = warps_for(config, block)
     grid = (programs_for(x, rows, triton.cdiv(32, warps)),)
     _quantize_kernel[grid](
-        hidden, other, hidden if index is None else index.contiguous(), *results, *sizes, BLOCK_C=block,
-        SILU=up is not None, GATHER=index is not None, STAGES=config.constants["STAGES"], num_warps=warps,
+        hidden, hidden if index is None else index.contiguous(), y, scale, rows, channels, hidden.stride(0),
+        BLOCK_C=block, GATHER=index is not None, STAGES=config.constants["STAGES"], num_warps=warps,
     )  # fmt: skip
-    return results
+    return y, scale
 
 
-def are_aligned(rows: Tensor) -> bool:
-    """Whether C and the stride of rows ``[rows, C]`` are multiples of 16."""
-    return rows.shape[1] % 16 == 0 and rows.stride(0) % 16 == 0
-
-
-def holds(rows: Tensor) -> bool:
-    """Whether a program holds a row of ``[rows, C]`` in registers."""
-    return triton.next_power_of_2(rows.shape[1]) <= (LONGEST if are_aligned(rows) else LONGEST // 2)
+def holds(x: Tensor) -> bool:
+    """Whether a program holds a row of ``[..., C]`` in registers; it takes more of them if rows are not aligned."""
+    aligned = x.shape[-1] % 16 == 0 and (x.dim() == 1 or x.stride(-2) % 16 == 0)
+    return triton.next_power_of_2(x.shape[-1]) <= (LONGEST if aligned else LONGEST // 2)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -199,23 +164,18 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def empty_quantized(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _empty_quantized(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return (
         torch.empty(x.shape, dtype=FLOAT8, device=x.device),
         torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device),
     )
 
 
-def supports(x: Tensor, *_: Any) -> bool:
-    """Whether the kernels run on a tensor's GPU and take its dtype."""
-    return has_float8(x.device) and x.dtype in DTYPES
-
-
 @operator(
-    empty_quantized,
+    _empty_quantized,
     check=lambda x, index: None if index is None else check_shapes(x, index),
     launcher=quantize_triton,
-    supports=supports,
+    supports=lambda x, index: has_float8(x.device) and x.dtype in DTYPES,
 )
 def quantize(x: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns ``x[..., index]`` in float8 e4m3, contiguous, and the scale of each token; not differentiable.
@@ -225,23 +185,3 @@ def quantize(x: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
         index: ``[C]``, any integer dtype, or None for the order of ``x``.
     """
     return quantize_tokens(x.contiguous() if index is None else permute(x, index))
-
-
-def _check_pair(gate: Tensor, up: Tensor) -> None:
-    assert (gate.shape, gate.dtype) == (up.shape, up.dtype), f"{gate.dtype} {gate.shape}, {up.dtype} {up.shape}"
-
-
-@operator(
-    empty_quantized,
-    check=_check_pair,
-    launcher=lambda gate, up: quantize_triton(gate, None, up),
-    supports=supports,
-)
-def silu_quantize(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns ``silu(gate) * up`` in float8 e4m3, contiguous, and the scale of each token; not differentiable.
-
-    Args:
-        gate: ``[..., C]``, floating point; ``silu`` and the product are rounded to its dtype.
-        up: ``[..., C]``, in the dtype of ``gate``.
-    """
-    return quantize_tokens((silu(gate) * up).contiguous())

@@ -8,15 +8,14 @@ Shapes: ``logits``, ``soft`` ``[n, B, B]``; scales ``[rounds, n, B]`` float32. T
 the saved scale vectors, 2 x rounds x B float32 per block, instead of from ``rounds`` saved matrices.
 Bytes moved: logits read once, soft written once, and the scales.
 
-The Triton kernels take blocks of up to 128; larger blocks and float64 logits run the reference.
+The Triton kernels take float32 blocks of up to 128 and one round or more; everything else runs the reference.
 
 A program holds one block in registers from its one read to its one write, and runs every round on it. The block is a
 tuple of panels, each ``WIDTH`` columns wide, and every panel has the same layout. With panels of 32 columns, eight
 lanes share a row and four a column. One warp then holds a block of 64, so that no sum crosses warps: a round takes 64
 shuffles and no barrier between warps. Padding counts as zero.
 
-Forward: writes the scales of every round. Floor: 4 bytes per entry read (2 at 16 bits), 4 written, and 8 rounds / B
-for the scales.
+Forward: writes the scales of every round. Floor: 4 bytes per entry read, 4 written, and 8 rounds / B for the scales.
 
 Backward: ``g`` is the gradient of ``S = diag(r) E diag(c)``, r and c are a round's scales divided by the last round's,
 and c_before is the c of the round before. From the last round to the first,
@@ -40,7 +39,7 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
+from permtriton.kernels.launch import Config, jit, tl, triton
 from permtriton.kernels.operator import operator
 
 # Smaller sums count as this, so that the reciprocal of one that underflows is finite. A column whose entries are all
@@ -113,24 +112,23 @@ def _exponentials(logits: Tensor, tau: float) -> Tensor:
 def _axes(PADDED: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     """(rows, columns of a panel, first scale of this program's block, places of the first panel's entries)."""
     i, j = tl.arange(0, PADDED), tl.arange(0, WIDTH)
-    j = j // 4 * 4 + j % 4  # the compiler sees runs of four only, and gives 16-bit logits the layout of float32 results
     first = tl.program_id(0).to(tl.int64) * SIZE
     return i, j, first, first * SIZE + i[:, None] * SIZE + j[None, :]
 
 
 @jit
 def _load_panels(ptr, places, i, j, OTHER: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """The panels of a block in float32, padded with ``OTHER``."""
+    """The panels of a block, padded with ``OTHER``."""
     panels = ()
     for at in tl.static_range(0, SIZE, WIDTH):
         valid = (i < SIZE)[:, None] & (at + j < SIZE)[None, :]
-        panels += (tl.load(ptr + places + at, mask=valid, other=OTHER).to(tl.float32),)
+        panels += (tl.load(ptr + places + at, mask=valid, other=OTHER),)
     return panels
 
 
 @jit
 def _load_column(ptr, j, saved, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """The scales of each panel's columns; ones where none are saved."""
+    """The scales of each panel's columns; ones if none are saved."""
     column = ()
     for at in tl.static_range(0, SIZE, WIDTH):
         mask = tl.where(saved, at + j < SIZE, False)  # with &, the interpreter would make integers
@@ -169,14 +167,14 @@ def _inverse(total, FLOOR: tl.constexpr):
 @jit
 def _sinkhorn_fwd_kernel(
     logits_ptr, soft_ptr, row_scales_ptr, column_scales_ptr, per_logit, rounds,
-    SOFTMAX: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     i, j, scale, places = _axes(PADDED, WIDTH, SIZE)
     e = _load_exponentials(logits_ptr, places, i, j, per_logit, SIZE, WIDTH)
     column = ()
     for _ in tl.static_range(len(e)):
         column += (tl.full([WIDTH], 1.0, tl.float32),)
-    row = _inverse(_row_sums(e, column), FLOOR) if SOFTMAX else tl.zeros([PADDED], tl.float32)
+    row = tl.zeros([PADDED], tl.float32)
     for _ in range(rounds):
         row = _inverse(_row_sums(e, column), FLOOR)
         tl.store(row_scales_ptr + scale + i, row, mask=i < SIZE)
@@ -194,7 +192,7 @@ def _sinkhorn_fwd_kernel(
 @jit
 def _sinkhorn_bwd_kernel(
     grad_ptr, logits_ptr, row_scales_ptr, column_scales_ptr, grad_logits_ptr, per_logit, rounds,
-    SOFTMAX: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     i, j, scale, places = _axes(PADDED, WIDTH, SIZE)
     soft = _load_exponentials(logits_ptr, places, i, j, per_logit, SIZE, WIDTH)
@@ -202,10 +200,8 @@ def _sinkhorn_bwd_kernel(
     scale += (rounds - 1) * per_round.to(tl.int64)
     row_scales_ptr += scale  # moving the pointers, not the places, saves registers that blocks of 128 are short of
     column_scales_ptr += scale
-    column = _load_column(column_scales_ptr, j, not SOFTMAX, SIZE, WIDTH)
-    row = tl.load(row_scales_ptr + i, mask=tl.where(SOFTMAX, False, i < SIZE), other=1.0)
-    if SOFTMAX:
-        row = _inverse(_row_sums(soft, column), FLOOR)
+    column = _load_column(column_scales_ptr, j, True, SIZE, WIDTH)
+    row = tl.load(row_scales_ptr + i, mask=i < SIZE, other=1.0)
     per_row, per_column = _inverse(row, 0.0), ()
     result = _load_panels(grad_ptr, places, i, j, 0.0, SIZE, WIDTH)
     e, weighted, grad_column, ones = soft, (), (), ()
@@ -238,12 +234,9 @@ def _sinkhorn_bwd_kernel(
         grad_row = tl.zeros([PADDED], tl.float32)
         result, row, column = updated, row_before, ratios
     for p in tl.static_range(len(soft)):
-        of_panel = result[p]
-        if SOFTMAX:
-            of_panel -= grad_row[:, None]
         valid = (i < SIZE)[:, None] & (p * WIDTH + j < SIZE)[None, :]
-        grad_logits = of_panel * soft[p] * (per_logit * 0.6931471805599453)  # log(2) * per_logit = 1 / tau
-        tl.store(grad_logits_ptr + places + p * WIDTH, grad_logits.to(grad_logits_ptr.dtype.element_ty), mask=valid)
+        grad_logits = result[p] * soft[p] * (per_logit * 0.6931471805599453)  # log(2) * per_logit = 1 / tau
+        tl.store(grad_logits_ptr + places + p * WIDTH, grad_logits, mask=valid)
 
 
 def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,7 +245,7 @@ def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Te
     rows, columns = (torch.empty((rounds, blocks, size), dtype=torch.float32, device=logits.device) for _ in range(2))
     config = config_for("sinkhorn", CONFIGS, (blocks, size), logits.dtype)
     _sinkhorn_fwd_kernel[(blocks,)](
-        logits.contiguous(), soft, rows, columns, _per_logit(tau), rounds, **_constants(config, size, rounds)
+        logits.contiguous(), soft, rows, columns, _per_logit(tau), rounds, **_constants(config, size)
     )
     return soft, rows, columns
 
@@ -263,14 +256,14 @@ def sinkhorn_backward_triton(grad: Tensor, logits: Tensor, rows: Tensor, columns
     config = config_for("sinkhorn_backward", BACKWARD_CONFIGS, (blocks, size), logits.dtype)
     _sinkhorn_bwd_kernel[(blocks,)](
         grad.contiguous(), logits.contiguous(), rows.contiguous(), columns.contiguous(), grad_logits, _per_logit(tau),
-        rows.shape[0], **_constants(config, size, rows.shape[0]),
+        rows.shape[0], **_constants(config, size),
     )  # fmt: skip
     return grad_logits
 
 
-def supports(logits: Tensor) -> bool:
-    """Whether the kernels support the logits: blocks of up to 128, in float32 or 16 bits."""
-    return logits.dtype in DTYPES and logits.shape[-1] <= LARGEST
+def supports(logits: Tensor, rounds: int) -> bool:
+    """Whether the kernels support the logits: float32 blocks of up to 128, and one round or more."""
+    return logits.dtype == torch.float32 and logits.shape[-1] <= LARGEST and rounds > 0
 
 
 def _per_logit(tau: float) -> float:
@@ -278,13 +271,13 @@ def _per_logit(tau: float) -> float:
     return min(math.log2(math.e) / tau, LARGEST_FLOAT)
 
 
-def _constants(config: Config, size: int, rounds: int) -> dict[str, int | float | bool]:
+def _constants(config: Config, size: int) -> dict[str, int | float]:
     """Returns the options of a launch; a thread gets as many entries as with blocks of 64."""
     padded = max(triton.next_power_of_2(size), 16)
     warps = config.num_warps * padded**2 // TUNED_BLOCK**2
     return {
-        "SOFTMAX": rounds == 0, "SIZE": size, "PADDED": padded, "WIDTH": min(config.constants["WIDTH"], padded),
-        "FLOOR": TINY, "num_warps": min(max(warps, 1), 32), "num_stages": config.num_stages,
+        "SIZE": size, "PADDED": padded, "WIDTH": min(config.constants["WIDTH"], padded), "FLOOR": TINY,
+        "num_warps": min(max(warps, 1), 32), "num_stages": config.num_stages,
     }  # fmt: skip
 
 
@@ -297,13 +290,13 @@ def _fake(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tens
 sinkhorn_backward = operator(
     lambda grad, logits, *_: logits.new_empty(logits.shape),
     launcher=sinkhorn_backward_triton,
-    supports=lambda grad, logits, *_: supports(logits),
+    supports=lambda grad, logits, rows, columns, tau: supports(logits, len(rows)),
 )(sinkhorn_backward_reference)
 
 _sinkhorn = operator(
     _fake,
     launcher=sinkhorn_triton,
-    supports=lambda logits, *_: supports(logits),
+    supports=lambda logits, tau, rounds: supports(logits, rounds),
     gradient=lambda grad, *kept: {"logits": sinkhorn_backward(grad, *kept)},
     keeps=("logits", 1, 2, "tau"),
 )(sinkhorn_reference)

@@ -67,7 +67,7 @@ def _decide(
     product: mma.Product, device: torch.device, pattern: NMPattern, has_form: bool
 ) -> tuple[int, mma.Variant | None]:
     """Returns the route of a product, and the variant of its kernel if the route is `MMA`."""
-    possible = {MMA: mma.runs_on(device) and mma.takes(product, pattern, device), CUSPARSELT: has_form, DENSE: True}
+    possible = {MMA: mma.takes(product, pattern, device), CUSPARSELT: has_form, DENSE: True}
     few = product.tokens <= (mma.MAX_TOKENS if mma.limits_of(device).is_wide(product.in_features) else MMA_TOKENS)
     routes = (MMA, CUSPARSELT, DENSE) if few else (CUSPARSELT, MMA, DENSE)
     return choose_route("sparse_linear_route", {one: ROUTES[one] for one in routes if possible[one]}, product, device)

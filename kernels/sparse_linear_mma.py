@@ -122,8 +122,8 @@ def configs_for(product: Product, gpu: GpuLimits) -> tuple[Config, ...]:
 
 
 def limits_of(device: torch.device) -> GpuLimits:
-    """Returns the limits of a GPU; the defaults if ``device`` is not an NVIDIA GPU."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    """Returns the limits of a GPU; the defaults where no kernels run."""
+    if not has_kernels(device):
         return GpuLimits(132)
     return _limits_of_gpu(number_of(device))
 
@@ -146,11 +146,6 @@ def takes(product: Product, pattern: NMPattern, device: torch.device) -> bool:
     fits = in_features > 0 and in_features % (FP8_CHUNK if fp8 else CHANNELS) == 0 and out_features >= MIN_ROWS
     fits = fits and 0 < tokens <= MAX_TOKENS and dtype in DTYPES and pattern == PATTERN
     return fits and (not fp8 or limits_of(device).has_wgmma)
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether a GPU has sparse tensor cores: NVIDIA's, compute capability 8.0 or newer."""
-    return has_kernels(device) and torch.version.hip is None
 
 
 @dataclass(frozen=True)

@@ -104,12 +104,12 @@ def swap_terms(
     gradient: Tensor,
     index: Tensor,
     pattern: NMPattern,
-    curvature: RankOneCurvature | None = None,
+    curvature: RankOneCurvature,
 ) -> SwapTerms:
     """Returns the terms of the positions that hold the channels ``index``.
 
-    With ``curvature``, gains are those to first order, less the second-order rise of the loss from every weight that
-    the swap prunes or restores. This rise is linear in whether the weight's channel is kept at the new position, so the
+    Gains are those to first order, less the second-order rise of the loss, by ``curvature``, from every weight that the
+    swap prunes or restores. This rise is linear in whether the weight's channel is kept at the new position, so the
     same operator computes these gains from terms that include it.
 
     ``weight`` and ``gradient`` (dL/dW_eff, any float dtype) are ``[O, C]`` in base order, of any strides; ``index`` is
@@ -137,13 +137,12 @@ def swap_terms(
 
 
 def weight_terms(
-    weight: Tensor, importance: ImportanceFactors, gradient: Tensor, chosen: Tensor, curvature: RankOneCurvature | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns scores, agreement, and second-order rise (None without curvature) of some channels, ``[channels, O]``."""
+    weight: Tensor, importance: ImportanceFactors, gradient: Tensor, chosen: Tensor, curvature: RankOneCurvature
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns scores, agreement, and second-order rise of some channels, ``[channels, O]``."""
     weight_CO, gradient_CO = _channels(weight, chosen), _channels(gradient, chosen)
-    dtype, rise = torch.promote_types(weight.dtype, torch.float32), None
-    if curvature is not None:
-        rise = weight_CO.to(dtype).square().mul_(curvature.column[chosen].unsqueeze(1)).mul_(curvature.row)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    rise = weight_CO.to(dtype).square().mul_(curvature.column[chosen].unsqueeze(1)).mul_(curvature.row)
     return importance.of_channels(chosen).scores(weight_CO), gradient_CO.to(dtype).mul_(weight_CO), rise
 
 
@@ -155,7 +154,7 @@ def _channels(matrix: Tensor, chosen: Tensor) -> Tensor:
     return lines.contiguous() if lines.device.type == "cpu" else lines
 
 
-def _terms(scores: Tensor, agreement: Tensor, rise: Tensor | None, pattern: NMPattern) -> SwapTerms:
+def _terms(scores: Tensor, agreement: Tensor, rise: Tensor, pattern: NMPattern) -> SwapTerms:
     """The terms of whole groups from their scores, agreement and second-order rise, ``[C, O]`` in the present order.
 
     The rival of a weight that the mask keeps is the largest one that it prunes; the rival of a pruned weight is the
@@ -174,11 +173,10 @@ def _terms(scores: Tensor, agreement: Tensor, rise: Tensor | None, pattern: NMPa
     threshold = threshold.lerp_(lower, (slots < rival).to(scores.dtype)).flatten(0, 1)
     kept_CO = kept.flatten(0, 1)
     own = (agreement - displaced).mul_(kept_CO).sum(1)
-    if rise is not None:
-        rival_rise = rise.unflatten(0, (-1, group)).gather(1, rival).flatten(0, 1)
-        own -= (rise + rival_rise).mul_(kept_CO).sum(1)
-        sign = 1 - 2 * kept_CO.to(rise.dtype)
-        agreement, displaced = agreement.addcmul(rise, sign), displaced.addcmul(rival_rise, sign, value=-1)
+    rival_rise = rise.unflatten(0, (-1, group)).gather(1, rival).flatten(0, 1)
+    own -= (rise + rival_rise).mul_(kept_CO).sum(1)
+    sign = 1 - 2 * kept_CO.to(rise.dtype)
+    agreement, displaced = agreement.addcmul(rise, sign), displaced.addcmul(rival_rise, sign, value=-1)
     return SwapTerms(scores, agreement, threshold, displaced, own)
 
 

@@ -24,8 +24,7 @@ def insert_masks(
             None if factor is None else constants.tensor(factor, "permtriton_factor")
             for factor in (importance.scale, importance.row, importance.column)
         ]
-        soft = constants.tensor(importance.scale.new_empty(0), "permtriton_soft")
-        arguments = (importance.power, *factors, index, soft, runs, pattern.kept, pattern.group, True)
+        arguments = (importance.power, *factors, index, runs, pattern.kept, pattern.group)
         if input_dim(weight) == 1:
             wrap(weight, NM_MASK, arguments)
         else:

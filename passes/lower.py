@@ -22,7 +22,7 @@ from permtriton.passes.graph import (
     products,
 )
 
-KEPT_ARGUMENT, GROUP_ARGUMENT = 8, 9  # positions among the arguments of permtriton::nm_mask
+KEPT_ARGUMENT, GROUP_ARGUMENT = 7, 8  # positions among the arguments of permtriton::nm_mask
 
 
 def lower(graph_module: fx.GraphModule) -> fx.GraphModule:

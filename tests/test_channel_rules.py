@@ -151,7 +151,7 @@ def test_a_permutation_by_a_computed_index_is_a_barrier():
 def test_a_masked_weight_is_the_weight():
     graph_module = permuted(*FOLD)
     last = next(iter(node_named(graph_module, "down.weight").users)).name
-    insert(graph_module, last, OPS.nm_mask.default, (None,) * 3 + (1, None, None, [WIDE], 2, 4, False))
+    insert(graph_module, last, OPS.nm_mask.default, (None,) * 3 + (1, None, [WIDE], 2, 4))
     assert joins_as_before(graph_module)
     assert found(graph_module).barriers == []
 

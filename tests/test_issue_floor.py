@@ -17,7 +17,7 @@ from permtriton.kernels.launch import triton
 from .kernel_builds import copy_floor
 
 COMMITTED = Path(__file__).parent.parent / "benchmarks" / "results" / "issue-floor.json"
-SM_80, SM_89, SM_90, SM_100, _ = TARGETS
+SM_80, SM_89, SM_90, SM_100 = TARGETS
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 
 

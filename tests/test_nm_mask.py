@@ -4,7 +4,7 @@ from torch import Tensor
 
 from permtriton.kernels import nm_mask as nm_mask_file
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.nm_mask import nm_mask, top_n_mask
+from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward, top_n_mask
 from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import TWO_FOUR, block_index, factors_of, rng
@@ -39,15 +39,6 @@ def dense_mask(scores: Tensor, pattern: NMPattern) -> Tensor:
     return mask
 
 
-def gradient(
-    weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], group_scale: bool, grad: Tensor
-) -> Tensor:
-    """dP from the operator, for 2:4."""
-    soft = torch.zeros(sum(s * s for s in sizes), dtype=factors.scale.dtype, requires_grad=True)
-    nm_mask(weight, factors, index, soft, sizes, TWO_FOUR, group_scale).backward(grad)
-    return soft.grad
-
-
 @pytest.mark.parametrize("pattern", [*PATTERNS, NMPattern(2, 3), NMPattern(31, 32)], ids=str)
 def test_exact_count_in_every_group(pattern):
     group = pattern.group
@@ -73,7 +64,7 @@ def test_forward_equals_dense_matrices(pattern, form, dtype, column_major):
     weight = weight_of(rows, channels, dtype, column_major)
     factors = factors_of(form, rows, channels, torch.float32)
     index = block_index(sizes)
-    found = nm_mask(weight, factors, index, torch.zeros(sum(s * s for s in sizes)), sizes, pattern, True)
+    found = nm_mask(weight, factors, index, sizes, pattern)
     matrix = matrix_of(index)
     mask = dense_mask(dense_scores(weight, factors) @ matrix, pattern)
     assert found.dtype == dtype
@@ -110,7 +101,7 @@ def test_gradient_equals_autograd_through_dense_matrices(sizes, form, group_scal
     weight = weight.T.contiguous().T if column_major else weight
     factors, index = factors_of(form, rows, channels, torch.float64), block_index(sizes, 5)
     grad = torch.randn(rows, channels, generator=rng(2), dtype=torch.float64)
-    found = gradient(weight, factors, index, sizes, group_scale, grad)
+    found = nm_mask_backward(grad, weight, factors, index, sizes, 4, group_scale)
     expected = dense_gradient(weight, factors, index, sizes, group_scale, grad)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-10)
@@ -126,11 +117,10 @@ def test_the_size_of_a_tile_changes_nothing(tile, column_major, monkeypatch):
     weight = weight_of(rows, channels, torch.float64, column_major)
     factors, index = factors_of("row and column", rows, channels, torch.float64), block_index(sizes)
     grad = torch.randn(rows, channels, generator=rng(2), dtype=torch.float64)
-    soft = torch.zeros(sum(s * s for s in sizes), dtype=torch.float64)
     matrix = matrix_of(index)
     mask = dense_mask(dense_scores(weight, factors) @ matrix, TWO_FOUR)
-    assert torch.equal(nm_mask(weight, factors, index, soft, sizes, TWO_FOUR, False), weight * (mask @ matrix.T))
-    found = gradient(weight, factors, index, sizes, False, grad)
+    assert torch.equal(nm_mask(weight, factors, index, sizes, TWO_FOUR), weight * (mask @ matrix.T))
+    found = nm_mask_backward(grad, weight, factors, index, sizes, 4, False)
     torch.testing.assert_close(
         found, dense_gradient(weight, factors, index, sizes, False, grad), atol=1e-11, rtol=1e-10
     )
@@ -140,11 +130,11 @@ def test_a_mask_step_along_the_gradient_lowers_a_linear_loss():
     """The sign and the orientation of dP: swapping the pair that it favours must lower ``sum(G * W_eff)``."""
     weight = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.4, 0.3, 0.2, 0.1]])
     grad, factors = -torch.ones(1, 8), ImportanceFactors(1, torch.ones(8))
-    grad_matrix = gradient(weight, factors, torch.arange(8), [8], False, grad).view(8, 8)
+    grad_matrix = nm_mask_backward(grad, weight, factors, torch.arange(8), [8], 4, False).view(8, 8)
     swap = torch.tensor([0, 1, 4, 3, 2, 5, 6, 7])
 
     def loss(index: Tensor) -> Tensor:
-        return (grad * nm_mask(weight, factors, index, torch.zeros(64), [8], TWO_FOUR, False)).sum()
+        return (grad * nm_mask(weight, factors, index, [8], TWO_FOUR)).sum()
 
     step = matrix_of(swap).float() - torch.eye(8)
     assert (grad_matrix * step).sum() < 0
@@ -164,29 +154,5 @@ def test_zeros_give_finite_gradients(dead, group_scale):
     else:
         scale[:] = 0
     grad = torch.randn(32, 16, generator=rng(3))
-    found = gradient(weight, ImportanceFactors(1, scale), torch.arange(16), [16], group_scale, grad)
+    found = nm_mask_backward(grad, weight, ImportanceFactors(1, scale), torch.arange(16), [16], 4, group_scale)
     assert found.isfinite().all()
-
-
-def test_only_the_permutation_receives_a_gradient():
-    weight, soft = weight_of(3, 8).requires_grad_(), torch.zeros(64, requires_grad=True)
-    factors = factors_of("power 1", 3, 8, torch.float32)
-    nm_mask(weight, factors, torch.arange(8), soft, [8], TWO_FOUR, True).sum().backward()
-    assert weight.grad is None
-    assert soft.grad.abs().max() > 0
-
-
-@pytest.mark.slow
-def test_compiles_without_a_break():
-    weight, factors, index = weight_of(5, 12), factors_of("power 2", 5, 12, torch.float32), block_index([8, 4])
-
-    def masked(soft: Tensor) -> Tensor:
-        return nm_mask(weight, factors, index, soft * 2, [8, 4], TWO_FOUR, True) * 3
-
-    compiled = torch.compile(masked, fullgraph=True, backend="aot_eager")
-    leaves = [torch.ones(80, requires_grad=True) for _ in range(2)]
-    results = [compiled(leaves[0]), masked(leaves[1])]
-    for result in results:
-        result.square().sum().backward()
-    assert torch.equal(results[0], results[1])
-    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
-from permtriton.kernels.norm_permute import NormVariant, norm_permute, norm_permute_backward
+from permtriton.kernels.norm_permute import NormVariant, norm_permute
 from permtriton.kernels.packing import pack, unpack
 from permtriton.kernels.permute import permute
 from permtriton.kernels.placement_gradient import placement_gradient
@@ -22,7 +22,7 @@ from permtriton.util.sparsity import NMPattern
 from .kernel_inputs import block_index, factors_of
 
 OTHER = NMPattern(3, 5)
-LEAVES = {"permute": (0,), "norm_permute": (0, 1, 2), "sinkhorn": (0,), "sparse_linear": (0, 3), "nm_mask": (6,)}
+LEAVES = {"permute": (0,), "norm_permute": (0, 1, 2), "sinkhorn": (0,), "sparse_linear": (0, 3)}
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -61,10 +61,9 @@ def of_other_inputs() -> list:
         permute(torch.rand(4, 5), torch.arange(4).byte(), -2)
         for kind, shift in (("rms", None), ("rms_float", None), ("layer", None), ("layer", bias)):
             norm_permute(x, weight, shift, index.byte(), NormVariant(kind, 1e-5, 1.0))
-            norm_permute_backward(x, x, weight, shift, index, NormVariant(kind, 1e-5, 1.0))
         for form in ("power 1", "power 2", "row and column"):
             factors = factors_of(form, 3, 12, torch.float32)
-            nm_mask(torch.rand(3, 12), factors, block_index([8, 4]), torch.zeros(80), [8, 4], NMPattern(2, 4), True)
+            nm_mask(torch.rand(3, 12), factors, block_index([8, 4]), [8, 4], NMPattern(2, 4))
         torch.ops.permtriton.assignment(torch.rand(0, 4, 4))
         torch.ops.permtriton.distances(torch.rand(2, 4, 5), torch.rand(2, 4, 5))
         torch.ops.permtriton.sinkhorn(torch.rand(0, 4, 4), 0.5, 0)
@@ -109,7 +108,7 @@ def test_empty_inputs_have_empty_results_or_zeros():
     assert pruned.shape == errors.shape == (8, 0)
     order = ImportanceFactors(1, torch.ones(8)), torch.arange(8)
     weight, flat = torch.empty(0, 8), RankOneCurvature(torch.empty(0), torch.ones(8))
-    assert nm_mask(weight, *order, torch.empty(64), [8], NMPattern(2, 4), True).shape == (0, 8)
+    assert nm_mask(weight, *order, [8], NMPattern(2, 4)).shape == (0, 8)
     for gradient in (
         nm_mask_backward(weight, weight, *order, [8], 4, True),
         placement_gradient(weight, weight, *order, [8], NMPattern(2, 4), flat),

@@ -47,7 +47,7 @@ MEASURES = {
     "decoding_tuned": models.decoding, "learning_step": models.learning_step, "inference": models.inference,
     "compile_default": partial(models.compilation, recipe="default"),
     "compile_fast": partial(models.compilation, recipe="fast"), "compile_layers": models.compiled_layers,
-    "sparse_linear_fp8": fp8.products, "quantize": fp8.activations, "norm_quantize": fp8.after_norms,
+    "sparse_linear_fp8": fp8.products, "quantize": fp8.activations,
     "paper": models.table_3, "merged": models.merged, "decoding_compiled": models.decoding_compiled,
     "kernels": kernels.every, "sinkhorn": kernels.sinkhorn, "assignment": kernels.assignment,
 }  # fmt: skip

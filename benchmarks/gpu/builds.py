@@ -32,7 +32,7 @@ from permtriton.kernels import norm_permute as norms
 from permtriton.kernels.autotune import forced
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Config
-from permtriton.kernels.permute import CONFIGS, PACKED_ROWS, STAGED, WORDS, gather_rows
+from permtriton.kernels.permute import CONFIGS, PACKED_ROWS, STAGED, WORDS, permute_triton
 from permtriton.kernels.tools.case import PATTERN
 from permtriton.util.permutation import index_dtype
 from permtriton.util.sparsity import NMPattern
@@ -107,10 +107,10 @@ def _permute() -> Iterator[Build]:
 
     def gather(size: int, channels: int) -> object:
         x = torch.empty(PACKED_ROWS, channels, dtype=WORDS[size])
-        return gather_rows(x, torch.empty(channels, dtype=index_dtype(channels)))
+        return permute_triton(x, torch.empty(channels, dtype=index_dtype(channels)))
 
     for size, channels in (
-        (1, 4096), (2, 64), (2, 4096), (2, STAGED), (4, STAGED), (8, STAGED // 2), (2, STAGED // 2 - 1), (4, 4095),
+        (1, 4096), (2, 64), (2, 4096), (2, STAGED), (4, STAGED), (2, STAGED // 2 - 1), (4, 4095),
     ):  # fmt: skip
         call = partial(gather, size, channels)
         yield from builds_of(f"{8 * size}-bit x {channels}", call, "permute", CONFIGS, aligned=channels % 16 == 0)
@@ -118,14 +118,13 @@ def _permute() -> Iterator[Build]:
 
 
 def _norm_permute() -> Iterator[Build]:
-    """Yields the kernels for bfloat16 and float32, each kind, short and long rows."""
+    """Yields the kernels for bfloat16 and float32 and each kind."""
 
-    def run(launcher: Callable[..., object], x_copies: int, kind: str, dtype: torch.dtype, channels: int) -> object:
+    def run(kind: str, dtype: torch.dtype, channels: int) -> object:
         x, vector = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=dtype)
         index = torch.empty(channels, dtype=index_dtype(channels))
-        return launcher(
-            *[x] * x_copies, vector, vector if kind == "layer" else None, index, norms.NormVariant(kind, 0.0)
-        )
+        bias = vector if kind == "layer" else None
+        return norms.norm_permute_triton(x, vector, bias, index, norms.NormVariant(kind, 0.0))
 
     def add(dtype: torch.dtype, channels: int) -> object:
         x, vector = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=dtype)
@@ -135,85 +134,59 @@ def _norm_permute() -> Iterator[Build]:
     for dtype in (torch.bfloat16, torch.float32):
         about = f"of a sum {name_of(dtype)} x 4096"
         yield from builds_of(about, partial(add, dtype, 4096), "norm_permute", norms.CONFIGS)
-    there, back = partial(run, norms.norm_permute_triton, 1), partial(run, norms.norm_permute_backward_triton, 2)
     short, long = (128, 4096, norms.HELD), (4096, quantize.LONGEST)
     for kind, dtype in (*product(norms.KINDS, (torch.bfloat16,)), ("rms", torch.float32), ("layer", torch.float32)):
         for block in short if dtype == torch.bfloat16 else long:
-            about, of = f"{kind} {name_of(dtype)} x {block}", (kind, dtype, block)
-            aligned = block == quantize.LONGEST
-            yield from builds_of(about, partial(there, *of), "norm_permute", norms.CONFIGS, aligned=aligned)
-            if block <= norms.LONGEST_BACKWARD:
-                yield from builds_of(about, partial(back, *of), "norm_permute_backward", norms.BACKWARD_CONFIGS)
-        for either in (there, back):
-            yield from builds_of(f"{kind} {name_of(dtype)}", partial(either, kind, dtype, 4 * quantize.LONGEST))
+            call, aligned = partial(run, kind, dtype, block), block == quantize.LONGEST
+            about = f"{kind} {name_of(dtype)} x {block}"
+            yield from builds_of(about, call, "norm_permute", norms.CONFIGS, aligned=aligned)
 
 
 def _quantize() -> Iterator[Build]:
-    """Yields the kernels alone, with a gather, after a gate and after each kind of norm; short and long rows."""
+    """Yields the kernels alone and with a gather; short and long rows."""
 
-    def alone(dtype: torch.dtype, channels: int, gather: bool, gated: bool) -> object:
+    def run(dtype: torch.dtype, channels: int, gather: bool) -> object:
         x, index = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=index_dtype(channels))
-        return quantize.quantize_triton(x, index if gather else None, x if gated else None)
-
-    def normed(kind: str, channels: int) -> object:
-        x, vector = torch.empty(1024, channels, dtype=torch.bfloat16), torch.empty(channels, dtype=torch.bfloat16)
-        index = torch.empty(channels, dtype=index_dtype(channels))
-        return norms.norm_quantize_triton(
-            x, vector, vector if kind == "layer" else None, index, norms.NormVariant(kind, 0.0)
-        )
+        return quantize.quantize_triton(x, index if gather else None)
 
     longest = quantize.LONGEST
-    for dtype, channels, gather, gated in (
-        *((torch.bfloat16, channels, *how) for channels in (128, 4096, longest)
-          for how in ((False, False), (True, False), (False, True))),
-        (torch.float32, 4096, False, False), (torch.bfloat16, 2 * longest, False, False),
-        (torch.bfloat16, 2 * longest, False, True),
+    for dtype, channels, gather in (
+        *product((torch.bfloat16,), (128, 4096, longest), (False, True)),
+        (torch.float32, 4096, False), (torch.bfloat16, 2 * longest, False),
     ):  # fmt: skip
-        about = f"{name_of(dtype)} x {channels}" + ", gathered" * gather + ", gated" * gated
+        about = f"{name_of(dtype)} x {channels}" + ", gathered" * gather
         table = ("quantize", quantize.CONFIGS) if channels <= longest else ()
-        aligned = channels == longest
-        yield from builds_of(about, partial(alone, dtype, channels, gather, gated), *table, aligned=aligned)
-    for kind, channels in product(norms.KINDS, (4096, norms.HELD)):
-        call = partial(normed, kind, channels)
-        about = f"{kind} bf16 x {channels}, quantized"
-        yield from builds_of(about, call, "norm_permute", norms.CONFIGS, aligned=True)
+        yield from builds_of(about, partial(run, dtype, channels, gather), *table, aligned=channels == longest)
 
 
 def _sinkhorn() -> Iterator[Build]:
-    """Yields both kernels for blocks of 32, 64, 128 in float32 and a padded size in bfloat16.
+    """Yields both kernels for blocks of 32, 64 and 128, and one that is padded."""
 
-    16-bit logits have the layout of float32 ones, so that one size of them is enough.
-    """
+    def forward(size: int) -> object:
+        return sinkhorn.sinkhorn_triton(torch.empty(64, size, size), 0.5, 5)
 
-    def forward(size: int, dtype: torch.dtype) -> object:
-        return sinkhorn.sinkhorn_triton(torch.empty(64, size, size, dtype=dtype), 0.5, 5)
+    def backward(size: int) -> object:
+        logits, scales = torch.empty(64, size, size), torch.empty(5, 64, size)
+        return sinkhorn.sinkhorn_backward_triton(logits, logits, scales, scales, 0.5)
 
-    def backward(size: int, dtype: torch.dtype) -> object:
-        logits, scales = torch.empty(64, size, size, dtype=dtype), torch.empty(5, 64, size)
-        return sinkhorn.sinkhorn_backward_triton(logits.float(), logits, scales, scales, 0.5)
-
-    for size, dtype in ((32, torch.float32), (64, torch.float32), (128, torch.float32), (48, torch.bfloat16)):
-        about = f"{size}x{size} {name_of(dtype)}"
-        yield from builds_of(about, partial(forward, size, dtype), "sinkhorn", sinkhorn.CONFIGS)
-        yield from builds_of(about, partial(backward, size, dtype), "sinkhorn_backward", sinkhorn.BACKWARD_CONFIGS)
+    for size in (32, 64, 128, 48):
+        about = f"{size}x{size}"
+        yield from builds_of(about, partial(forward, size), "sinkhorn", sinkhorn.CONFIGS)
+        yield from builds_of(about, partial(backward, size), "sinkhorn_backward", sinkhorn.BACKWARD_CONFIGS)
 
 
 def _assignment() -> Iterator[Build]:
     """Yields the kernel for blocks of 64 and 256 and one that is padded."""
 
-    def solve(size: int, dtype: torch.dtype) -> object:
-        return assignment.launched(torch.empty(8, size, size, dtype=dtype))
+    def solve(size: int) -> object:
+        return assignment.launched(torch.empty(8, size, size))
 
-    for dtype, size in product((torch.float32, torch.bfloat16), (64, 256, 48)):
-        about = f"{size}x{size} {name_of(dtype)}"
-        yield from builds_of(about, partial(solve, size, dtype), "assignment", assignment.CONFIGS)
+    for size in (64, 256, 48):
+        yield from builds_of(f"{size}x{size}", partial(solve, size), "assignment", assignment.CONFIGS)
 
 
 def _nm_mask() -> Iterator[Build]:
-    """Yields the forward kernels at 2:4, 4:8, 8:16 and 16:32; the backward kernel in every tile at 2:4.
-
-    The backward kernel at 8:16 too where registers are short.
-    """
+    """Yields the forward kernels at 2:4, 4:8, 8:16 and 16:32; the backward kernel in every tile at 2:4, and at 8:16."""
 
     def masked(dtype: torch.dtype, pattern: NMPattern, row_major: bool) -> object:
         rows, channels = 4096, 1024
@@ -228,25 +201,20 @@ def _nm_mask() -> Iterator[Build]:
         table = ("nm_mask", nm_mask.CONFIGS) if group == 4 and not row_major else ()
         yield from builds_of(about, partial(masked, dtype, pattern, row_major), *table)
 
-    def gradient(dtype: torch.dtype, size: int, group: int, layout: str, wanda: bool, group_scale: bool) -> object:
-        channels, rows = 4 * size, {"any length": 4097, "masked": 4112}.get(layout, 4096)
-        weight = torch.empty(channels, rows, dtype=dtype).t()
-        if layout == "any strides":
-            weight = torch.empty(2 * rows, 3 * channels, dtype=dtype)[::2, ::3]
-        statistics = (None, None) if wanda else (torch.empty(rows), torch.empty(channels))
-        factors, index = ImportanceFactors(1, torch.empty(channels), *statistics), torch.empty(channels).long()
+    def gradient(dtype: torch.dtype, size: int, group: int, rows: int, wanda: bool, group_scale: bool) -> object:
+        weight = torch.empty(4 * size, rows, dtype=dtype).t()
+        statistics = (None, None) if wanda else (torch.empty(rows), torch.empty(4 * size))
+        factors, index = ImportanceFactors(1, torch.empty(4 * size), *statistics), torch.empty(4 * size).long()
         return backward.nm_mask_backward_triton(weight, weight, factors, index, [size] * 4, group, group_scale)
 
-    shapes = [(size, 4, "aligned") for size in (64, 16, 32, 128)] + [(size, 16, "aligned") for size in (64, 128)]
-    shapes += [(size, 4, "masked") for size in (16, 32, 64)] + [(size, 4, "any length") for size in (64, 128)]
-    shapes += [(size, 4, "any strides") for size in (16, 32, 64, 128)]
+    shapes = [(size, 4, rows) for size, rows in product((64, 16, 32), (4096, 4112))] + [(64, 16, 4096)]
     variants = [(dtype, *shape, False, True) for dtype, shape in product((torch.bfloat16, torch.float32), shapes)]
     variants += [(torch.bfloat16, *shapes[0], wanda, wanda) for wanda in (True, False)]
-    for dtype, size, group, layout, wanda, group_scale in variants:
-        about = f"{name_of(dtype)} blocks of {size} in groups of {group}, {layout}"
+    for dtype, size, group, rows, wanda, group_scale in variants:
+        about = f"{name_of(dtype)} {rows} rows, blocks of {size} in groups of {group}"
         about += (", Wanda" if wanda else "") + ("" if group_scale else ", scores not scaled")
-        call = partial(gradient, dtype, size, group, layout, wanda, group_scale)
-        yield from builds_of(about, call, "nm_mask_backward", backward.CONFIGS)
+        call = partial(gradient, dtype, size, group, rows, wanda, group_scale)
+        yield from builds_of(about, call, "nm_mask_backward", backward.CONFIGS, aligned=True)
 
 
 def _placement_gradient() -> Iterator[Build]:

@@ -37,32 +37,29 @@ class Target:
     """A GPU architecture.
 
     Attributes:
-        name: Common name.
-        backend, arch: Triton's names.
-        warp: Threads per warp.
+        arch: Compute capability, as a number of two or three digits.
         shared_limit: Bytes of shared memory available to a program.
         required: Whether every kernel must compile for it, and defaults without a spill; else they are listed only.
         warps, programs: How many a multiprocessor takes at a time.
     """
 
-    name: str
-    backend: str
-    arch: int | str
-    warp: int
+    arch: int
     shared_limit: int
     required: bool
     warps: int = 64
     programs: int = 32
 
+    @property
+    def name(self) -> str:
+        return f"sm_{self.arch}"
+
 
 TARGETS = (
-    Target("sm_80", "cuda", 80, 32, 163 << 10, required=True),
-    Target("sm_89", "cuda", 89, 32, 99 << 10, required=False, warps=48, programs=24),
-    Target("sm_90", "cuda", 90, 32, 227 << 10, required=True),
-    Target("sm_100", "cuda", 100, 32, 227 << 10, required=True),
-    Target("gfx942", "hip", "gfx942", 64, 64 << 10, required=False),
+    Target(80, 163 << 10, required=True),
+    Target(89, 99 << 10, required=False, warps=48, programs=24),
+    Target(90, 227 << 10, required=True),
+    Target(100, 227 << 10, required=True),
 )
-WITH_FLOAT8 = ("sm_89", "sm_90", "sm_100")
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Compiled:
         tensor_columns: Columns of tensor memory per program (sm_100).
         stack_bytes: Bytes of local memory per thread.
         spills: Instructions that store registers to local memory.
-        resident: Programs per multiprocessor, see `resident`; 0 on an AMD GPU.
+        resident: Programs per multiprocessor, see `resident`.
         seconds: Compilation time; short if Triton's cache had the kernel.
         error: Why it did not compile, or None.
         problem: Why it fails the resource check, or None.
@@ -126,9 +123,9 @@ def compile_all(builds: Sequence[Build], targets: Sequence[Target] = TARGETS) ->
     """Compiles each build for each target that runs it; with sizes as unknown integers only defaults, for one."""
     for build in builds:
         for target in targets:
-            if build.has_float8 and target.name not in WITH_FLOAT8:
+            if build.has_float8 and target.arch < 89:
                 continue
-            both = build.default and not build.aligned and target.name == "sm_90"
+            both = build.default and not build.aligned and target.arch == 90
             for multiples in (True, False) if both else (True,):
                 yield compile_one(build, target, multiples)
 
@@ -148,13 +145,12 @@ def compile_one(build: Build, target: Target, multiples: bool = True) -> Compile
 
 def _usage(launch: Launch, target: Target, multiples: bool) -> dict[str, int]:
     binary = binary_of(launch, target, multiples)
-    used = cuda_usage(binary.asm["cubin"]) if target.backend == "cuda" else _amd_usage(binary.asm["amdgcn"])
+    used = cuda_usage(binary.asm["cubin"])
     shared = int(binary.metadata.shared)
-    used["shared_bytes"] = max(used.get("shared_bytes", 0), shared)
+    used["shared_bytes"] = max(used["shared_bytes"], shared)
     used["tensor_columns"] = getattr(binary.metadata, "tmem_size", None) or 0
-    if target.backend == "cuda":
-        warps = launch.options.get("num_warps", 4)
-        used["resident"] = resident(target, warps, used["registers"], shared, used["tensor_columns"])
+    warps = launch.options.get("num_warps", 4)
+    used["resident"] = resident(target, warps, used["registers"], shared, used["tensor_columns"])
     return used
 
 
@@ -175,7 +171,7 @@ def binary_of(launch: Launch, target: Target, multiples: bool = True) -> Any:
         if kind.startswith("*") or (multiples and kind != "i1" and launch.numbers.get(name, 1) % 16 == 0)
     }
     source = ASTSource(launch.kernel, dict(launch.signature), dict(launch.constants), attributes)
-    gpu = GPUTarget(target.backend, target.arch, target.warp)
+    gpu = GPUTarget("cuda", target.arch, 32)
     with redirect_stdout(io.StringIO()):  # where assembling fails, Triton prints all of the assembly
         return triton.compile(source, target=gpu, options={**launch.options, "enable_fp_fusion": True})
 
@@ -230,14 +226,6 @@ def disassembled(cubin: bytes, program: str, *options: str) -> str:
         return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _amd_usage(assembly: str) -> dict[str, int]:
-    def read(name: str) -> int:
-        return sum(int(number) for number in re.findall(rf"\.{name}:\s+(\d+)", assembly))
-
-    spills = read("vgpr_spill_count") + read("sgpr_spill_count")
-    return {"registers": read("vgpr_count"), "stack_bytes": read("private_segment_fixed_size"), "spills": spills}
-
-
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     cause = next((line for line in lines if "fatal" in line or "error" in line.lower().split(":")[0]), lines[-1])
@@ -255,7 +243,7 @@ def main() -> None:
     for found in compile_all(builds):
         used = found.error or (
             f"{found.registers:>9}  {found.shared_bytes:>12,}  {found.stack_bytes:>11,}  {found.spills:>6}  "
-            f"{found.resident or '-':>15}"
+            f"{found.resident:>15}"
         )
         mark = found.problem or ("default" if found.default else "")
         print(f"{found.name:<{width}}  {found.target:<6}  {used}  {mark}".rstrip(), flush=True)

@@ -6,26 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import linear, pad
 
 from benchmarks.gpu.bench import Bench, Prepare
-from benchmarks.gpu.kernels import eager_and_compiled, rms_norm_alone
+from benchmarks.gpu.kernels import eager_and_compiled
 from benchmarks.gpu.models import TINY_LAYER, weighted
 from benchmarks.gpu.table import BARE, DENSE, DENSE_FP8, FEW, LAYER, LAYER_8B, MANY, MORE, fp8_product_name
 from benchmarks.shared import PATTERN
-from permtriton.kernels.norm_permute import norm_permute
 from permtriton.kernels.packing import pack, unpack
 from permtriton.kernels.quantize import quantize
 from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.kernels.sparse_linear_fp8 import unpack_fp8
 from permtriton.kernels.tools.case import Arguments
-from permtriton.kernels.tools.cases import (
-    EPS,
-    norm_quantize_case,
-    quantize_case,
-    silu_quantize_case,
-    sparse_linear_fp8_case,
-)
+from permtriton.kernels.tools.cases import quantize_case, sparse_linear_fp8_case
 
 
 def products(bench: Bench) -> None:
@@ -79,26 +72,10 @@ def _peers(channels: int) -> dict[str, Prepare]:
 
 
 def activations(bench: Bench) -> None:
-    """Quantizing per token, alone and after a gate, against eager torch, torch.compile and a copy of the same bytes."""
+    """Quantizing per token against eager torch, torch.compile and a copy of the same bytes."""
     for rows, channels in bench.pick([(16384, 4096), (16384, 14336), (16, 14336)], [(8, 256)]):
-        shape = (rows, channels, bench.dtype)
-        for name, make, eager in (
-            ("quantize", quantize_case, lambda x, _: _eager(x)),
-            ("silu_quantize", silu_quantize_case, lambda gate, up: _eager(silu(gate) * up)),
-        ):
-            bench.compare(f"{name}, {rows} rows", make(*shape), eager_and_compiled(bench, eager), copies=True)
-
-
-def after_norms(bench: Bench) -> None:
-    """RMSNorm that permutes and quantizes against the norm alone, the norm that permutes, and both in two kernels."""
-    for rows, channels in bench.pick([(16384, 4096), (2048, 4096), (16, 4096)], [(8, 256)]):
-        case = norm_quantize_case(rows, channels, bench.dtype)
-        alone: dict[str, Prepare] = {
-            "our RMSNorm alone": lambda inputs: partial(rms_norm_alone, inputs[0], inputs[1], EPS),
-            "our RMSNorm that permutes": lambda inputs: partial(norm_permute, *inputs),
-        }
-        two: dict[str, Prepare] = {"norm, then quantize": lambda inputs: lambda: quantize(norm_permute(*inputs), None)}
-        bench.compare(f"norm_quantize, {rows} rows", case, {**alone, **two}, unlike=alone, copies=True)
+        case, peers = quantize_case(rows, channels, bench.dtype), eager_and_compiled(bench, lambda x, _: _eager(x))
+        bench.compare(f"quantize, {rows} rows", case, peers, copies=True)
 
 
 def _eager(x: Tensor) -> tuple[Tensor, Tensor]:

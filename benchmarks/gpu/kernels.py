@@ -219,11 +219,8 @@ def masks(bench: Bench) -> None:
     """The masked weight of the largest linear, the gradient of its permutation, and unpacking it."""
     rows, channels = bench.pick((11008, 4096), (96, 128))
 
-    def forward(weight: Tensor, factors: Any, index: Tensor, _soft: Tensor, *others: Any) -> Tensor:
-        return nm_mask_reference(weight, factors, index, *others[:2])
-
     for name, make, eager in (
-        ("forward", nm_mask_case, forward),
+        ("forward", nm_mask_case, nm_mask_reference),
         ("backward", nm_mask_backward_case, nm_mask_backward_reference),
     ):
         peers: dict[str, Prepare] = {"eager torch": lambda inputs, eager=eager: partial(eager, *inputs)}

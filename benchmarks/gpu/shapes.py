@@ -74,15 +74,12 @@ def _per_row(launch: Launch) -> tuple[float, ...]:
 
 
 def _of_masks() -> Iterator[Floor]:
-    def forward(weight: Tensor, factors: Any, index: Tensor, _soft: Tensor, *others: Any) -> Tensor:
-        return nm_mask_triton(weight, factors, index, *others[:2])
-
-    def loops(launch: Launch) -> tuple[float, ...]:  # once per tile of rows; blocks larger than a tile have a loop more
+    def loops(launch: Launch) -> tuple[float, ...]:  # once per tile of rows
         rows = launch.numbers["rows"] * launch.constants["ALIGN"]
         return (triton.cdiv(rows, launch.constants["TILE_O"]) / launch.grid[1],)
 
     shape, weights = (ROWS, CHANNELS, torch.bfloat16), ROWS * CHANNELS
-    yield Floor(nm_mask_case(*shape), forward, weights, "weight", lambda launch: ())
+    yield Floor(nm_mask_case(*shape), nm_mask_triton, weights, "weight", lambda launch: ())
     yield Floor(nm_mask_backward_case(*shape), nm_mask_backward_triton, weights, "weight", loops)
 
 

@@ -50,8 +50,7 @@ ROWS = {  # in the order of their worth
     "sparse_linear": Row(30, 90, "the packed product with 1 to 1024 tokens, shapes of an 8B model", True),
     "decoding_compiled": Row(120, 220, "a step of decoding of 8 layers of the 8B shape under torch.compile"),
     "sparse_linear_fp8": Row(60, 150, "the packed FP8 product with 1 to 4096 tokens, its input quantized", True),
-    "quantize": Row(30, 60, "activations quantized per token, alone and after a gate", True),
-    "norm_quantize": Row(25, 50, "RMSNorm that permutes and quantizes, against the norm alone", True),
+    "quantize": Row(30, 60, "activations quantized per token", True),
     "merged": Row(25, 80, "the packed product with q, k, v and gate, up as one, as engines have them", True),
     "prefill": Row(25, 60, "the packed product with many tokens", True),
     "compile_layers": Row(60, 150, "permtriton.compile of 4 layers of the 8B shape, recipe default, profiled"),
@@ -144,9 +143,7 @@ GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin ->
     "permute, 16384 rows": {COPY: (0.95, None)},
     "permute": {f"{SPEED}the kernel in CUDA": (0.95, None), COPY: (0.8, None)},
     "RMSNorm": {f"{SPEED}our RMSNorm alone": (0.97, None), COPY: (0.8, None)},
-    "norm_quantize": {f"{SPEED}our RMSNorm alone": (0.95, None)},
     "quantize": {COPY: (0.8, None)},
-    "silu_quantize": {COPY: (0.8, None)},
 }
 HEADINGS = ("result", "case", "ours, us", "best peer, us", "floor, us", "figures", "goal", "met", "ran as")
 

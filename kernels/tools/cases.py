@@ -1,12 +1,10 @@
 """What kernels are checked and tuned on: a function for each of their calls, and `cases_by_kernel`, the list of all."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from permtriton.errors import ConfigError
 from permtriton.kernels import (
@@ -40,7 +38,6 @@ from permtriton.kernels.tools.case import (
     unequal,
 )
 from permtriton.kernels.tools.timing import relative_error
-from permtriton.util.permutation import inverse
 
 TAU, ROUNDS = 0.5, 5
 EPS = 1e-5
@@ -95,14 +92,11 @@ def nm_mask_case(out_features: int, in_features: int, dtype: torch.dtype) -> Cas
 
     def inputs(random: Random) -> Arguments:
         _, weight, factors, index, sizes = _of_learning(random, out_features, in_features, dtype)
-        return weight, factors, index, random.uniform(0), sizes, PATTERN, True
-
-    def reference(weight: Tensor, factors: ImportanceFactors, index: Tensor, _: Tensor, *others: Any) -> Tensor:
-        return nm_mask.nm_mask_reference(weight, factors, index, *others[:2])
+        return weight, factors, index, sizes, PATTERN
 
     # Where scores tie under another rounding, another weight may be kept: a handful in 45 million.
     return Case(
-        "nm_mask", f"{out_features}x{in_features}", dtype, inputs, nm_mask.nm_mask, reference, 1e-3,
+        "nm_mask", f"{out_features}x{in_features}", dtype, inputs, nm_mask.nm_mask, nm_mask.nm_mask_reference, 1e-3,
         2 * out_features * in_features * dtype.itemsize, {"nm_mask": nm_mask.CONFIGS},
     )  # fmt: skip
 
@@ -170,24 +164,6 @@ def add_norm_permute_case(rows: int, channels: int, dtype: torch.dtype) -> Case:
     )  # fmt: skip
 
 
-def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype) -> Case:
-    """The gradients of RMSNorm: reads the input and a gradient, writes a gradient."""
-
-    def inputs(random: Random) -> Arguments:
-        grad, x = (random.normal(rows, channels, dtype=dtype) for _ in range(2))
-        return grad, x, random.normal(channels, dtype=dtype), None, random.stored_order(channels, False), RMS
-
-    @in_float64
-    def reference(grad: Tensor, x: Tensor, weight: Tensor, bias: None, index: Tensor, *_: Any) -> Any:
-        grad = permute.permute_reference(grad, inverse(index.long()))
-        return norms.norm_backward_reference(grad, x, weight, bias, RMS, torch.float64)
-
-    return Case(
-        "norm_permute backward", f"{rows}x{channels}", dtype, inputs, norms.norm_permute_backward, reference,
-        rounding(dtype), 3 * rows * channels * dtype.itemsize, {"norm_permute_backward": norms.BACKWARD_CONFIGS},
-    )  # fmt: skip
-
-
 def unpack_case(out_features: int, in_features: int, dtype: torch.dtype) -> Case:
     """Unpacking a 2:4 weight."""
 
@@ -211,65 +187,25 @@ def permute_case(rows: int, channels: int, dtype: torch.dtype, in_blocks: bool =
     )  # fmt: skip
 
 
-Quantized = tuple[Tensor, Tensor]
+def quantize_case(rows: int, channels: int, dtype: torch.dtype, gather: bool = False) -> Case:
+    """Activations in their own order, or in another one."""
 
+    def inputs(random: Random) -> Arguments:
+        x = random.normal(rows, channels, dtype=dtype)
+        return x, random.stored_order(channels, False) if gather else None
 
-def _of_quantizing(
-    op: str,
-    rows: int,
-    channels: int,
-    dtype: torch.dtype,
-    inputs: Callable[[Random], Arguments],
-    run: Callable[..., Quantized],
-    values: Callable[..., Tensor],
-) -> Case:
-    """The case of an operator that quantizes ``values(*inputs)``; counts the bytes of one input of that size."""
+    def reference(x: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+        return quantize.quantize_tokens(x if index is None else permute.permute_reference(x, index))
 
-    def error(actual: Quantized, expected: Quantized) -> float:
+    def error(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
         dequantized = (q.float() * scale for q, scale in (actual, expected))
         return max(relative_error(*dequantized), relative_error(actual[1], expected[1]))
 
     return Case(
-        op, f"{rows}x{channels}", dtype, inputs, run, lambda *inputs: quantize.quantize_tokens(values(*inputs)),
-        FP8_LIMIT, rows * channels * (dtype.itemsize + 1) + 4 * rows, {"quantize": quantize.CONFIGS}, error=error,
+        "quantize" + (" with gather" if gather else ""), f"{rows}x{channels}", dtype, inputs, quantize.quantize,
+        reference, FP8_LIMIT, rows * channels * (dtype.itemsize + 1) + 4 * rows, {"quantize": quantize.CONFIGS},
+        error=error,
     )  # fmt: skip
-
-
-def quantize_case(rows: int, channels: int, dtype: torch.dtype) -> Case:
-    """Activations in their own order."""
-    return _of_quantizing(
-        "quantize", rows, channels, dtype, lambda random: (random.normal(rows, channels, dtype=dtype), None),
-        quantize.quantize, lambda x, _: x,
-    )  # fmt: skip
-
-
-def gathered_case(rows: int, channels: int, dtype: torch.dtype) -> Case:
-    """Activations in another order."""
-    return _of_quantizing(
-        "quantize with gather", rows, channels, dtype, permute_case(rows, channels, dtype, False).inputs,
-        quantize.quantize, permute.permute_reference,
-    )  # fmt: skip
-
-
-def silu_quantize_case(rows: int, channels: int, dtype: torch.dtype) -> Case:
-    """``silu(gate) * up``, the input of a gated MLP's last linear."""
-    case = _of_quantizing(
-        "quantize (silu)", rows, channels, dtype,
-        lambda random: tuple(random.normal(rows, channels, dtype=dtype) for _ in range(2)),
-        quantize.silu_quantize, lambda gate, up: silu(gate) * up,
-    )  # fmt: skip
-    return replace(case, bytes=case.bytes + rows * channels * dtype.itemsize)
-
-
-def norm_quantize_case(rows: int, channels: int, dtype: torch.dtype) -> Case:
-    """RMSNorm whose output is permuted and quantized."""
-
-    def values(x: Tensor, weight: Tensor, bias: None, index: Tensor, variant: norms.NormVariant) -> Tensor:
-        return norms.norm_reference(x, weight, bias, variant, index.long())
-
-    inputs = norm_permute_case(rows, channels, dtype).inputs
-    case = _of_quantizing("quantize (norm)", rows, channels, dtype, inputs, norms.norm_quantize, values)
-    return replace(case, tables={"norm_permute": norms.CONFIGS})
 
 
 def sinkhorn_case(blocks: int, size: int) -> Case:
@@ -380,7 +316,8 @@ def swap_gains_case(out_features: int, in_features: int) -> Case:
     def inputs(random: Random) -> Arguments:
         weight, gradient = (random.normal(out_features, in_features) for _ in range(2))
         factors, order = ImportanceFactors(1, random.uniform(in_features) + 0.5), random.order(in_features, False)
-        terms = swap_gains.swap_terms(weight, factors, gradient, order, PATTERN)
+        curvature = swap_gains.RankOneCurvature(random.uniform(out_features), random.uniform(in_features))
+        terms = swap_gains.swap_terms(weight, factors, gradient, order, PATTERN, curvature)
         return terms.of_positions(slice(0, positions)), terms
 
     return Case(
@@ -398,8 +335,7 @@ def cases_by_kernel(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype) -
     rows = [(t, c, dtype) for t in tokens for _, c in shapes]
     products = [(t, *weight) for t in tokens for weight in weights]
     of_masks = (nm_mask_case, nm_mask_backward_case)
-    of_norms = (norm_permute_case, add_norm_permute_case, norm_permute_backward_case)
-    of_quantizing = (quantize_case, gathered_case, silu_quantize_case, norm_quantize_case)
+    of_norms = (norm_permute_case, add_norm_permute_case)
     return {
         "assignment": [assignment_case(*blocks)],
         "distances": [distances_case(o, c // BLOCK) for o, c in shapes if c >= BLOCK],
@@ -408,7 +344,7 @@ def cases_by_kernel(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype) -
         "packing": [unpack_case(*weight) for weight in weights],
         "permute": [permute_case(*size) for size in rows],
         "placement_gradient": [placement_gradient_case(*weight) for weight in weights],
-        "quantize": [make(*size) for size in rows for make in of_quantizing],
+        "quantize": [quantize_case(*size, gather) for size in rows for gather in (False, True)],
         "sinkhorn": [sinkhorn_case(*blocks), sinkhorn_backward_case(*blocks)],
         "sparse_linear": [sparse_linear_case(*product) for product in products],
         "sparse_linear_fp8": [sparse_linear_fp8_case(*product) for product in products],

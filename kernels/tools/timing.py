@@ -17,6 +17,7 @@ from torch import Tensor
 
 CALLS = 8  # least calls between two CUDA events, whose times have steps of half a microsecond
 REPEATS = 25
+MOST_SETS, MOST_BYTES = 1024, 8 << 30  # of inputs
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,13 @@ class Timing:
         return {**quantiles, "how": self.how, "samples_us": [_micro(seconds) for seconds in self.seconds]}
 
 
-def sets_of_inputs(device: torch.device, bytes_each: int, most: int = 1024, memory: int = 8 << 30) -> int:
-    """Returns how many sets of inputs of ``bytes_each`` exceed three times the L2 cache; one on a CPU.
-
-    There are at most ``most`` sets, and no more than ``memory`` bytes hold.
-    """
+def sets_of_inputs(device: torch.device, bytes_each: int) -> int:
+    """Returns how many sets of inputs of ``bytes_each`` exceed three times the L2 cache; one on a CPU."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     needed = math.ceil(3 * cache / max(bytes_each, 1)) + 1
-    return max(min(needed, most, memory // max(bytes_each, 1)), 1)
+    return max(min(needed, MOST_SETS, MOST_BYTES // max(bytes_each, 1)), 1)
 
 
 def measure(

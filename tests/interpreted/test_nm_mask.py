@@ -87,16 +87,11 @@ def test_forward_writes_every_weight():
 
 
 BACKWARD = [
-    ([16, 16, 8], 4, 160, "input-major", "power 2", False),
-    ([64, 128], 8, 32, "input-major", "power 2", False),
-    ([48, 96], 12, 32, "input-major", "power 2", False),
-    ([128], 4, 32, "input-major", "power 2", True),
-    ([60, 125], 5, 20, "input-major", "power 2", True),
-    ([4], 2, 3, "row-major", "power 2", True),
-    ([32, 32, 16, 96], 4, 80, "input-major", "row and column", False),
-    ([48, 96], 6, 32, "input-major", "row and column", False),
-    ([12, 24], 3, 20, "input-major", "row and column", True),
-    ([256], 16, 16, "input-major", "row and column", True),
+    ([16, 16, 48], 4, 160, "input-major", "power 2", False),
+    ([64, 32], 8, 32, "input-major", "power 2", False),
+    ([32, 32, 16], 4, 80, "input-major", "row and column", False),
+    ([16], 2, 48, "row-major", "power 2", True),
+    ([48, 16], 16, 16, "input-major", "row and column", True),
     ([64], 32, 16, "strided", "row and column", True),
 ]
 
@@ -117,7 +112,7 @@ def test_backward_is_close_to_the_reference_in_float64(sizes, group, rows, layou
 
 @pytest.mark.parametrize(
     ("sizes", "rows", "splits", "dtype"),
-    [([32, 16], 304, 3, torch.float32), ([8, 4], 300, 3, torch.bfloat16), ([32, 16], 304, 1, torch.float16)],
+    [([32, 16], 304, 3, torch.float32), ([48, 16], 304, 3, torch.bfloat16), ([32, 16], 304, 1, torch.float16)],
 )
 def test_backward_over_splits_and_dtypes(dtype, splits, sizes, rows, monkeypatch):
     """Every split's partial sums count, once."""
@@ -183,12 +178,23 @@ def test_backward_in_every_configuration(number, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
 
 
+@pytest.mark.parametrize(
+    ("rows", "blocks", "group", "fits"),
+    [
+        (32, [64, 16], 4, True), (24, [64], 4, False), (32, [128], 4, False), (32, [64, 8], 4, False),
+        (32, [48], 3, False),
+    ],
+)  # fmt: skip
+def test_which_sizes_the_backward_kernel_takes(rows, blocks, group, fits):
+    assert backward.takes(torch.empty(rows, sum(blocks)), blocks, group) == fits
+
+
 @pytest.mark.parametrize("group_scale", [False, True])
 @pytest.mark.parametrize("dead", ["weights", "statistics"])
 def test_zeros_give_finite_gradients(dead, group_scale):
-    weight, grad = torch.randn(16, 8), torch.randn(16, 8)
-    scale = torch.ones(8)
+    weight, grad = torch.randn(16, 16), torch.randn(16, 16)
+    scale = torch.ones(16)
     (weight if dead == "weights" else scale).zero_()
-    arguments = (weight, ImportanceFactors(1, scale), block_index([8]), [8], 4, group_scale)
+    arguments = (weight, ImportanceFactors(1, scale), block_index([16]), [16], 4, group_scale)
     found = backward.nm_mask_backward_triton(grad, *arguments)
     torch.testing.assert_close(found, file.nm_mask_backward_reference(grad, *arguments), rtol=TOLERANCE, atol=TOLERANCE)

@@ -5,19 +5,16 @@ from torch import Tensor
 from permtriton.kernels import autotune, quantize
 from permtriton.kernels import norm_permute as kernels
 from permtriton.kernels.norm_permute import (
-    BACKWARD_CONFIGS,
     CONFIGS,
     KINDS,
     NormVariant,
     add_norm_permute,
     add_norm_permute_triton,
-    norm_backward_reference,
     norm_permute,
-    norm_permute_backward_triton,
     norm_permute_triton,
     norm_reference,
+    takes,
 )  # fmt: skip
-from permtriton.util.permutation import inverse
 
 from ..kernel_inputs import KERNEL_DTYPES, VIEWS
 
@@ -47,24 +44,6 @@ def check_forward(x, weight, bias, index, variant, config=None):
     torch.testing.assert_close(y.double(), wide(x, weight, bias, index, variant), rtol=limit, atol=limit)
 
 
-def check_backward(x, weight, bias, index, variant, config=None):
-    grad = torch.randn(x.shape).to(x.dtype)
-    with autotune.forced({"norm_permute_backward": config} if config else {}):
-        found = norm_permute_backward_triton(grad, x, weight, bias, index, variant)
-        again = norm_permute_backward_triton(grad, x, weight, bias, index, variant)
-    shift = None if bias is None else bias.double()
-    ordered = grad.double()[..., inverse(index.long())]
-    expected = norm_backward_reference(ordered, x.double(), weight.double(), shift, variant, torch.float64)
-    for a, b, c, like in zip(found, again, expected, (x, weight, bias), strict=True):
-        if like is None:
-            assert a.numel() == 0
-            continue
-        assert (a.dtype, a.shape) == (like.dtype, like.shape)
-        assert torch.equal(a, b)
-        limit = 4 * ROUNDING[x.dtype]
-        torch.testing.assert_close(a.double(), c, rtol=limit, atol=limit)
-
-
 @pytest.mark.parametrize(
     ("variant", "dtype", "bias"),
     [
@@ -73,38 +52,31 @@ def check_backward(x, weight, bias, index, variant, config=None):
         (NormVariant("layer", EPS, 1.0), torch.float16, True),
     ],
 )
-def test_forward_and_backward(variant, dtype, bias):
+def test_forward(variant, dtype, bias):
     for shape in ((5, 40), (1, 33), (3, 1)):
         arguments = inputs(*shape, dtype, bias)
         check_forward(*arguments, variant)
-        check_backward(*arguments, variant)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "longest"),
-    [
-        ("rms", torch.float32, 16),
-        ("layer", torch.bfloat16, 16),
-        ("rms_float", torch.bfloat16, 16384),
-        ("layer", torch.float32, 16384),
-    ],
-)
-def test_long_rows(kind, dtype, longest, monkeypatch):
-    """Rows that do not fit in registers: weight and index are read again, and the backward pass works in tiles."""
-    monkeypatch.setattr(quantize, "LONGEST", longest)
-    for name in ("HELD", "LONGEST_BACKWARD", "LONG_TILE"):
-        monkeypatch.setattr(kernels, name, 16)
-    arguments = inputs(5, 41, dtype, kind == "layer")
-    for check in (check_forward, check_backward):
-        check(*arguments, NormVariant(kind, EPS, 1.0))
+@pytest.mark.parametrize(("kind", "dtype"), [("rms", torch.float32), ("layer", torch.bfloat16)])
+def test_rows_that_leave_no_registers_for_weight_and_index(kind, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "HELD", 16)
+    check_forward(*inputs(5, 41, dtype, kind == "layer"), NormVariant(kind, EPS, 1.0))
+
+
+def test_rows_that_do_not_fit_into_registers_are_left_to_the_reference():
+    """Half as many channels fit if rows are not aligned."""
+    longest = quantize.LONGEST
+    for channels, stride, fits in ((longest, longest, True), (longest + 16, longest + 16, False),
+                                   (longest - 1, longest, False), (longest, longest + 1, False)):  # fmt: skip
+        x, weight = torch.empty(2, stride)[:, :channels], torch.empty(channels)
+        assert takes(x, weight, None) == fits
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_every_configuration(kind):
     for config in CONFIGS:
         check_forward(*inputs(3, 20, torch.float32, False), NormVariant(kind, EPS), config)
-    for config in BACKWARD_CONFIGS:
-        check_backward(*inputs(3, 20, torch.float32, False), NormVariant(kind, EPS), config)
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -113,7 +85,6 @@ def test_strided_input(view):
     x = view(x)
     weight, index = weight.repeat(2)[::2][: x.shape[-1]], torch.randperm(x.shape[-1])
     check_forward(x, weight, None, index.byte(), RMS)
-    check_backward(x, weight, None, index.short(), RMS)
 
 
 def test_mixed_types():
@@ -123,17 +94,14 @@ def test_mixed_types():
     for kind in ("rms", "rms_float"):
         check_forward(x, weight, None, index, NormVariant(kind, EPS))
     assert norm_permute_triton(x, weight, None, index, RMS).dtype == torch.float32
-    grad_x, grad_weight, _ = norm_permute_backward_triton(torch.randn(4, 24), x, weight, None, index, RMS)
-    assert (grad_x.dtype, grad_weight.dtype) == (torch.bfloat16, torch.float32)
     stream, narrow = torch.randn(4, 24), torch.rand(24).half()  # T5 in float16
     check_forward(stream, narrow, None, index, RMS)
     assert norm_permute_triton(stream, narrow, None, index, RMS).dtype == torch.float16
 
 
-@pytest.mark.parametrize("channels", [2 * quantize.LONGEST])
-def test_a_wide_stream_is_rounded_to_the_dtype_of_a_narrow_weight(channels):
+def test_a_wide_stream_is_rounded_to_the_dtype_of_a_narrow_weight():
     """As T5 in float16 does: only the last bits of the sums may make a rare difference."""
-    stream, narrow, index = torch.randn(16, channels), torch.rand(channels).half() + 0.5, torch.randperm(channels)
+    stream, narrow, index = torch.randn(64, 1024), torch.rand(1024).half() + 0.5, torch.randperm(1024)
     found = norm_permute_triton(stream, narrow, None, index, RMS)
     expected = norm_reference(stream, narrow, None, RMS, index)
     assert (found != expected).float().mean() < 0.01
@@ -153,9 +121,8 @@ def test_roundings_are_the_modules_own():
 @pytest.mark.parametrize(
     ("rows", "channels", "dtype"), [(5, 48, torch.float32), (3, 96, torch.bfloat16), (2, 16, torch.float16)]
 )
-def test_of_a_sum(rows, channels, dtype, monkeypatch):
-    """The sum is rounded before the norm, as torch does; rows that do not fit into registers are added by torch."""
-    monkeypatch.setattr(quantize, "LONGEST", 64)
+def test_of_a_sum(rows, channels, dtype):
+    """The sum is rounded before the norm, as torch does."""
     x, weight, _, index = inputs(rows, channels, dtype, False)
     residual = torch.randn(channels, rows).to(dtype).t()
     found = add_norm_permute_triton(x, residual, weight, index, EPS)

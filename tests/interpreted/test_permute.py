@@ -64,10 +64,10 @@ def test_an_index_of_any_whole_numbers(dtype):
 
 
 def test_rows_longer_than_a_program_holds(monkeypatch):
-    """Half as long where rows are not aligned."""
+    """Half as long if rows are not aligned."""
     monkeypatch.setattr(permute_file, "STAGED", 64)
     monkeypatch.setattr(permute_file, "DIRECT_TILE", 32)
-    for dtype, channels in ((torch.bfloat16, 64), (torch.bfloat16, 60), (torch.int8, 130), (torch.float64, 33)):
+    for dtype, channels in ((torch.bfloat16, 64), (torch.bfloat16, 60), (torch.int8, 130)):
         same(random(5, channels, dtype=dtype), torch.randperm(channels))
 
 

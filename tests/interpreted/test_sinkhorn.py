@@ -36,12 +36,12 @@ def check_backward(logits: Tensor, tau: float, rounds: int, grad: Tensor | None 
     found = sinkhorn_backward_triton(grad, logits, rows.float(), columns.float(), tau)
     assert found.dtype == logits.dtype
     assert found.is_contiguous()
-    tolerance = slack * {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[logits.dtype]
+    tolerance = slack * 2e-5
     limit = tolerance * float(expected.abs().max()) if expected.numel() else 0.0
     torch.testing.assert_close(found.double(), expected, atol=limit, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("size", "rounds"), [(1, 1), (7, 5), (16, 0), (33, 2)])
+@pytest.mark.parametrize(("size", "rounds"), [(1, 1), (7, 5), (33, 2)])
 def test_forward_and_backward(size, rounds):
     logits = logits_of(size)
     check_forward(logits, 0.5, rounds)
@@ -55,13 +55,6 @@ def test_large_blocks(size):
     check_backward(logits, 1.0, 2)
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(12, torch.bfloat16), (32, torch.float16)])
-def test_low_precision_logits_are_computed_in_float32(size, dtype):
-    logits = logits_of(size, dtype=dtype)
-    check_forward(logits, 0.3, 5)
-    check_backward(logits, 0.3, 5)
-
-
 def test_strided_logits_and_gradients():
     logits = logits_of(12, blocks=4)
     for strided in (logits.mT, logits[::2], torch.stack((logits, logits), 3)[..., 0]):
@@ -72,7 +65,7 @@ def test_strided_logits_and_gradients():
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-@pytest.mark.parametrize(("spread", "tau", "rounds"), [(1e4, 1.0, 0), (1e30, 1e-3, 5), (1.0, 1e-40, 5)])
+@pytest.mark.parametrize(("spread", "tau", "rounds"), [(1e4, 1.0, 1), (1e30, 1e-3, 5), (1.0, 1e-40, 5)])
 def test_extreme_logits_stay_finite(spread, tau, rounds):
     logits = logits_of(8, spread=spread)
     soft, rows, columns = sinkhorn_triton(logits, tau, rounds)
@@ -108,8 +101,8 @@ def test_every_configuration(config):
 
 @pytest.mark.parametrize("logits", [torch.zeros(1, 4, 4, dtype=torch.float64), torch.zeros(1, 129, 129)])
 def test_what_the_kernels_do_not_take(logits):
-    assert not supports(logits)
-    assert supports(logits[:, :128, :128].float())
+    small = logits[:, :128, :128].float()
+    assert (supports(logits, 1), supports(small, 0), supports(small, 1)) == (False, False, True)
 
 
 def test_another_default_dtype_of_torch_changes_nothing():

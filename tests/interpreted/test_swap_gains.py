@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from permtriton.kernels import swap_gains as file
-from permtriton.kernels.swap_gains import SwapTerms, swap_gains_reference, swap_terms
+from permtriton.kernels.swap_gains import RankOneCurvature, SwapTerms, swap_gains_reference, swap_terms
 
 from ..kernel_inputs import TWO_FOUR, factors_of, index_of, rng
 
@@ -13,7 +13,8 @@ def terms_of(channels: int, rows: int) -> SwapTerms:
     """Weights in integers, so that many scores are equal."""
     weight = torch.randint(-3, 4, (rows, channels), generator=rng(channels)).float()
     gradient = torch.randn(rows, channels, generator=rng(rows))
-    return swap_terms(weight, factors_of("power 1", rows, channels), gradient, index_of(channels), TWO_FOUR)
+    curvature = RankOneCurvature(*(torch.rand(size, generator=rng(size)) for size in (rows, channels)))
+    return swap_terms(weight, factors_of("power 1", rows, channels), gradient, index_of(channels), TWO_FOUR, curvature)
 
 
 def laid_out(terms: SwapTerms, layout: str) -> SwapTerms:

@@ -76,8 +76,7 @@ class HardMasks:
             site, group, importance = linear.site, linear.pattern.group, linear.importance
             # The runs of a frozen space need not consist of whole groups.
             runs = [group] * (site.channels // group) if site.space.frozen else list(runs_of(site))
-            order, soft = self._order(site, indices), importance.scale.new_empty(0)
-            masked = nm_mask(linear.dense, importance, order, soft, runs, linear.pattern, False)
+            masked = nm_mask(linear.dense, importance, self._order(site, indices), runs, linear.pattern)
             linear.out_in(linear.parameter).copy_(masked)
 
     def _order(self, site: Site, indices: Mapping[str, Tensor]) -> Tensor:

@@ -81,10 +81,7 @@ class _MaskedWeight(nn.Module):
         return masked
 
     def masked(self, weight: Tensor) -> Tensor:
-        none = self._importance.scale.new_empty(0)
-        return self._oriented(
-            nm_mask(self._oriented(weight), self._importance, self.index, none, self._sizes, self._pattern, False)
-        )
+        return self._oriented(nm_mask(self._oriented(weight), self._importance, self.index, self._sizes, self._pattern))
 
     def take_gradient(self) -> Tensor | None:
         """Returns the gradient of the flat soft blocks, computed from the kept weight's gradient, which is freed.
