@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.known_run import Known
-from benchmarks.shared import PATTERN, llama, random_importances, step_seconds, timed
-from permtriton import find_plan
+from benchmarks.shared import PATTERN, find_plan, llama, random_importances, step_seconds, timed
 from permtriton.data.samples import Samples
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.methods.measure.fisher import curvatures

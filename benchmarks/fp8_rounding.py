@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import permtriton
 from benchmarks.known_run import Known
+from benchmarks.shared import PATTERN, find_plan
 from permtriton.config import CalibrationConfig
 from permtriton.data.calibration import calibration_samples
 from permtriton.data.held_out import read_held_out
@@ -52,7 +53,7 @@ class Measured:
         held_out, _ = read_held_out("", arguments.eval_data, self.tokenizer, self.model, WINDOW, arguments.windows)
         assert held_out is not None
         self.windows = held_out.inputs["input_ids"]
-        self.plan = permtriton.find_plan(self.model, "2:4")
+        self.plan = find_plan(self.model, PATTERN)
         self.names = [name for _, name in self.plan.linears()]
         self.weights = {name: self._weight(name).detach().clone() for name in self.names}
         self.log_probabilities: list[Tensor] = []

@@ -4,14 +4,14 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.known_run import Known
-from permtriton import NMPattern
+from permtriton import NMPattern, config_from
 from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.swap_gains import RankOneCurvature
@@ -19,12 +19,17 @@ from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.losses import Objective
 from permtriton.methods.order.learned import Learned, OrderTrainer
 from permtriton.methods.order.masked_model import masked_model
+from permtriton.methods.planning import plan_model
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, layer_modules, linear_module, weight_in_out
 from permtriton.running.backward import checkpointed
 
 PATTERN = NMPattern(2, 4)
+
+
+def find_plan(model: PreTrainedModel, sparsity: NMPattern, **options: Any) -> Plan:
+    return plan_model(model, config_from({"sparsity": sparsity, **options}))[0]
 
 
 def llama(args: argparse.Namespace) -> LlamaForCausalLM:

@@ -26,7 +26,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from benchmarks.known_run import Known
-from permtriton import find_plan
+from benchmarks.shared import find_plan
 from permtriton.data.calibration import calibration_samples
 from permtriton.data.samples import Samples
 from permtriton.demo import FOLDER

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.real.__main__ import processor, write
-from permtriton import NMPattern, find_plan
+from benchmarks.shared import find_plan
+from permtriton import NMPattern
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.losses import dense_objective
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from permtriton.api import dry_run as dry_run
     from permtriton.api import evaluate as evaluate
     from permtriton.api import export as export
-    from permtriton.api import find_plan as find_plan
     from permtriton.api import inspect as inspect
     from permtriton.checkpoint.masks import Masks as Masks
     from permtriton.checkpoint.masks import read_masks as read_masks
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _NAMES = {
-    "api": ("compare", "compile", "dry_run", "evaluate", "export", "find_plan", "inspect"),
+    "api": ("compare", "compile", "dry_run", "evaluate", "export", "inspect"),
     "checkpoint.masks": ("Masks", "read_masks"),
     "driver.job": ("DryRun",),
     "driver.result": ("CompiledModel",),

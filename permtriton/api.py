@@ -24,12 +24,10 @@ from permtriton.methods.step import Step
 from permtriton.model import load
 from permtriton.model.name import location_of
 from permtriton.model.source import Source, source_of
-from permtriton.passes.plan import Plan
 from permtriton.recipe import resolve
 from permtriton.util.bars import Shown, reporter
 from permtriton.util.machine import as_torch_starts
 from permtriton.util.output_files import path_of, real_path
-from permtriton.util.sparsity import NMPattern
 
 Args = TypeVar("Args", CompileArgs, CompareArgs, EvaluateArgs)
 
@@ -193,20 +191,6 @@ def inspect(
 
 
 @as_torch_starts()
-def find_plan(model: PreTrainedModel, sparsity: NMPattern | str, **options: Any) -> Plan:
-    """Returns the plan of a loaded model; weights are not needed, so the model may be on the meta device.
-
-    Args:
-        options: as `inspect` takes them.
-
-    Raises:
-        PermTritonError: as `inspect`.
-    """
-    config, _ = resolve("", _not_none({"sparsity": sparsity, **options}))
-    return planning.plan_model(model, config)[0]
-
-
-@as_torch_starts()
 def evaluate(
     model: Model,
     eval_data: Data | None = None,
@@ -248,8 +232,8 @@ def evaluate(
         against: the dense model, its folder or its hub name, to measure its perplexity, and the KL and the cosine of
             both models, too. A named model is loaded for this call only, and both are in memory at once.
         tokenizer: tokenizer or processor of a loaded model; text needs it.
-        hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to those of a loaded model;
-            None where they did not move. A folder's own record holds its index.
+        hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to those of ``model``; None
+            where they did not move, or for a folder, whose record holds the index.
         tasks: tasks of lm-eval: names in a list, or separated by commas.
         limit: documents per task; None for all.
         tasks_dir: folder with more tasks: lm-eval's YAML files. A task may run code, so use only what you trust.

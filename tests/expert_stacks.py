@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from permtriton import NMPattern, find_plan
+from permtriton import NMPattern
 from permtriton.model.experts import unstack_experts
 from permtriton.passes.plan import Plan
 
 from . import zoo
+from .zoo import find_plan
 
 PATTERN = NMPattern(2, 4)
 EXPERTS = 5

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.known_run import Known
-from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.losses import Objective
@@ -26,6 +25,7 @@ from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .runs import Order
+from .zoo import find_plan
 
 PATTERN = NMPattern(2, 4)
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.known_run import Known
-from permtriton import CompileConfig, find_plan
+from permtriton import CompileConfig
 from permtriton.data.check_samples import check_samples
 from permtriton.data.samples import Inputs
 from permtriton.methods.prune.refit import Refit
@@ -16,6 +16,7 @@ from permtriton.passes.plan import linear_module
 from . import zoo
 from .folders import prune_weight
 from .updating import PATTERN
+from .zoo import find_plan
 
 CONFIG = CompileConfig(sparsity=PATTERN)
 

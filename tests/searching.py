@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.known_run import Known
-from permtriton import CompileConfig, NMPattern, config_from, find_plan
+from permtriton import CompileConfig, NMPattern, config_from
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.fisher import curvatures
 from permtriton.methods.measure.importance import importances_of
@@ -19,6 +19,7 @@ from permtriton.util.progress import NoProgress
 from . import zoo
 from .learning import plant, tiny
 from .runs import Order
+from .zoo import find_plan
 
 PATTERN = NMPattern(2, 4)
 OPTIONS = {"recipe": "heuristic,searched,mask", "importance": "wanda", "search_rounds": 4,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from permtriton import NMPattern, config_from, find_plan
+from permtriton import NMPattern, config_from
 from permtriton.driver.pipeline import compile_model
 from permtriton.kernels import nm_mask, norm_permute, permute, sparse_linear  # noqa: F401 (registers the operators)
 from permtriton.passes import channel_rules
@@ -20,6 +20,7 @@ from permtriton.passes.trace import export_program, unlifted
 from permtriton.util.permutation import inverse
 
 from . import zoo
+from .zoo import find_plan
 
 IN, WIDE, OUT = 12, 16, 8
 INDEX = torch.randperm(WIDE, generator=torch.Generator().manual_seed(0))

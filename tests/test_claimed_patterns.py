@@ -54,5 +54,5 @@ def test_patterns_of_their_own_count(folder):
 
 def test_a_dimension_that_a_weight_does_not_have_is_refused(folder):
     folders.edit_json(folder / "permtriton.json", lambda content: content["pruned_weights"].update({LAST_UP: 7}))
-    with pytest.raises(permtriton.PermTritonError, match=f"{LAST_UP} as pruned along dimension 7"):
+    with pytest.raises(permtriton.PermTritonError, match=f"{LAST_UP} as pruned to 2:4 along dimension 7"):
         said(folder)

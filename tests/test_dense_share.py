@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from permtriton import NMPattern, config_from, find_plan
+from permtriton import NMPattern, config_from
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
@@ -16,6 +16,7 @@ from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress
 
 from . import zoo
+from .zoo import find_plan
 
 TWO_FOUR = NMPattern(2, 4)
 REASON = "of the dense share: its mask would raise the loss most per weight"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from permtriton import config_from, find_plan
+from permtriton import config_from
 from permtriton.data.calibration import calibration_samples
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
@@ -18,6 +18,7 @@ from permtriton.model.forward import last_hidden_state
 
 from . import zoo
 from .updating import RATE, STEPS, Pruned, Recording, equal, facts, only_kept_weights_change, tiny, tiny_model
+from .zoo import find_plan
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from torch import nn
 
 from benchmarks.architectures import tiny
 from benchmarks.architectures.trial import difference, outputs
-from permtriton import config_from, find_plan
+from permtriton import config_from
 from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
@@ -19,6 +19,7 @@ from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress
 
 from .expert_stacks import PATTERN, Holder
+from .zoo import find_plan
 
 STACKS = {
     "GptOssForCausalLM": ("experts.gate_up_proj", "experts.down_proj"),

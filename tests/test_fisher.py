@@ -10,7 +10,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 
 from benchmarks.architectures import tiny
 from benchmarks.known_run import Known
-from permtriton import config_from, find_plan
+from permtriton import config_from
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ModelError
@@ -25,6 +25,7 @@ from .expert_stacks import unstacked
 from .kernel_inputs import TWO_FOUR
 from .learning import Counting, stop, unchanged
 from .rounding import assert_equal_but_for_rounding
+from .zoo import find_plan
 
 IDS = zoo.token_ids(5, 7)  # an odd number of logits and of hidden values per sequence
 SEED = 3

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import permtriton
-from permtriton import config_from, find_plan
+from permtriton import config_from
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.samples import Samples
 from permtriton.driver import forecast, memory_forecast
@@ -28,6 +28,7 @@ from . import zoo
 from .desk import LEARN, RUNNER, app
 from .two_ranks import Interrupting
 from .world import free_memory, nothing_runs
+from .zoo import find_plan
 
 SAMPLES = Samples.of(torch.arange(64).view(4, 16) % 40)
 

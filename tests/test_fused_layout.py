@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton import CompiledModel, config_from, find_plan
+from permtriton import CompiledModel, config_from
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
 from permtriton.model.experts import stacked_name, unstacked_experts
@@ -17,7 +17,7 @@ from permtriton.passes.plan import Destination, linear_module, weight_in_out
 
 from . import zoo
 from .kernel_inputs import TWO_FOUR
-from .zoo import fold
+from .zoo import find_plan, fold
 
 LEARN = {
     "recipe": "heuristic,learned,mask",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.known_run import Known
-from permtriton import NMPattern, config_from, find_plan
+from permtriton import NMPattern, config_from
 from permtriton.data.samples import Samples
 from permtriton.kernels import nm_mask as kernel
 from permtriton.kernels.nm_mask import top_n_mask
@@ -23,6 +23,7 @@ from . import zoo
 from .expert_stacks import unstacked
 from .kernel_inputs import TWO_FOUR, rng
 from .updating import facts
+from .zoo import find_plan
 
 IDS = zoo.token_ids(5, 7)
 

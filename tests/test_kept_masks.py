@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.known_run import Known
-from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.errors import MemoryTooSmallError
 from permtriton.methods.measure.losses import Objective
@@ -26,6 +25,7 @@ from permtriton.passes.plan import layer_modules
 from . import zoo
 from .graphs import random_curvatures, random_importances
 from .learning import CPU, PATTERN
+from .zoo import find_plan
 
 LEARN = Options(block_size=16, batch_size=6, epochs=2, init="random")
 MASK, MASK_BACKWARD = "permtriton.nm_mask.default", "permtriton.placement_gradient.default"

@@ -3,7 +3,6 @@ import torch
 from transformers import AlbertConfig, AlbertModel, OPTConfig, OPTForCausalLM
 
 from benchmarks.architectures import tiny as tiny_architectures
-from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.statistics import hessians
 from permtriton.passes.plan import layer_modules, linear_module
@@ -16,6 +15,7 @@ from permtriton.util.store import MEMORY, Store
 from . import zoo
 from .expert_stacks import unstacked
 from .pretend_gpu import GPU, PretendGpu
+from .zoo import find_plan
 
 IDS = zoo.token_ids(5, 12)
 MODELS = ["llama_eager", "gpt2", "gemma2", "mixtral", "albert", "shared", "swin", "pvt"]

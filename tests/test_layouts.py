@@ -5,14 +5,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from permtriton import find_plan
 from permtriton.model.experts import unstacked_experts
 from permtriton.passes.plan import Destination, Plan, Site, linear_module, weight_in_out
 
 from . import folders, zoo
 from .fused_sites import EXPECTED, plan_of
 from .kernel_inputs import TWO_FOUR
-from .zoo import fold
+from .zoo import find_plan, fold
 
 KINDS = {**dict.fromkeys(("opt", "gpt_neox", "phi", "falcon", "gpt2"), "layer"), "gemma2": "rms_float"}
 every_name = pytest.mark.parametrize("name", [*zoo.TELLING, "qwen2_moe"])

@@ -7,13 +7,13 @@ import torch
 from transformers import LlamaModel
 
 import permtriton
-from permtriton import find_plan
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.util.permutation import is_permutation, moved
 
 from . import zoo
 from .learning import CPU, PATTERN, QUICK, tiny
+from .zoo import find_plan
 
 # -- what it finds -------------------------------------------------------------------------------------------------
 

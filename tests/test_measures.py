@@ -119,27 +119,10 @@ def test_a_permuted_stream_is_compared_in_the_dense_order():
     assert measure_model(model, held_out=WINDOWS, dense=dense).cosine < 0.5, "the channels did move"
 
 
-@pytest.mark.parametrize(
-    ("order", "error", "words"),
-    [
-        ([0] * zoo.HIDDEN, ConfigError, "hidden_order is .*expected each channel number from 0 to C - 1 once"),
-        ([[0, 1]], ConfigError, "expected each channel number"),
-        ([0.0, 1.0], ConfigError, "expected each channel number"),
-        ("order", ConfigError, "hidden_order is no index"),
-        ([1, 0], ModelError, f"has 2 channels, but the last hidden state of the dense model has {zoo.HIDDEN}"),
-    ],
-    ids=["twice", "matrix", "floats", "text", "short"],
-)
-def test_an_order_of_hidden_states_that_is_none_is_refused(order, error, words):
+def test_the_order_of_another_model_is_refused():
     model, dense = zoo.build("llama"), zoo.build("llama")
-    with pytest.raises(error, match=words) as caught:
-        permtriton.evaluate(model, WINDOWS, against=dense, hidden_order=order)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_folder_says_its_own_order():
-    with pytest.raises(ConfigError, match="`hidden_order=` is for a loaded model: a folder's own record says it"):
-        permtriton.evaluate("my-model-2of4", against="my-model", hidden_order=[1, 0])
+    with pytest.raises(ModelError, match=f"has 2 channels, but the last hidden state of the dense.* has {zoo.HIDDEN}"):
+        permtriton.evaluate(model, WINDOWS, against=dense, hidden_order=[1, 0])
 
 
 def encoder_decoder() -> T5ForConditionalGeneration:

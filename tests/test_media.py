@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForImageClassification, AutoProcessor, PvtConfig, PvtModel
 
 import permtriton
-from permtriton import NMPattern, config_from, find_plan
+from permtriton import NMPattern, config_from
 from permtriton.data.calibration import calibration_samples
 from permtriton.data.held_out import read_held_out
 from permtriton.data.media import stored_samples
@@ -20,6 +20,7 @@ from permtriton.model.forward import last_hidden_state
 from permtriton.passes.trace import trace
 
 from . import media, zoo
+from .zoo import find_plan
 
 PREPROCESSOR = {"image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}}
 OPTIONS = {"importance": "wanda"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from permtriton import config_from, find_plan
+from permtriton import config_from
 from permtriton.data.samples import Samples
 from permtriton.driver import memory_forecast
 from permtriton.driver.choose_placement import choose, first_fitting
@@ -20,6 +20,7 @@ from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .world import free_memory
+from .zoo import find_plan
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import permtriton
-from permtriton import NMPattern, config_from, find_plan
+from permtriton import NMPattern, config_from
 from permtriton.checkpoint.export import export
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError
@@ -16,6 +16,7 @@ from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import compile_command
 
 from . import folders, zoo
+from .zoo import find_plan
 
 TWO_FOUR = NMPattern(2, 4)
 OWN = ["*.down_proj=4:8", "re:.*layers\\.1\\.self_attn\\.[qk]=1:4"]

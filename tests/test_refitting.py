@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.architectures import tiny as tiny_architectures
-from permtriton import config_from, find_plan
+from permtriton import config_from
 from permtriton.driver.pipeline import compile_model
 from permtriton.methods.measure import statistics as module_statistics
 from permtriton.methods.measure.statistics import Moments
@@ -22,6 +22,7 @@ from .expert_stacks import unstacked
 from .refits import Problem
 from .two_ranks import Interrupting
 from .updating import Recording, facts, tiny_model
+from .zoo import find_plan
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.architectures import tiny
-from permtriton import NMPattern, find_plan
+from permtriton import NMPattern
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.statistics import output_change, watch_inputs
 from permtriton.model.experts import unstacked_experts
@@ -21,6 +21,7 @@ from permtriton.passes.trace import export_program, unlifted
 from permtriton.running.layer_walk import from_model
 
 from . import zoo
+from .zoo import find_plan
 
 WIDTH = 12
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton import NMPattern, find_plan
+from permtriton import NMPattern
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.methods.order.searched import Searched, Searcher, disjoint, swapped
 from permtriton.passes.plan import ChannelSpace
@@ -16,6 +16,7 @@ from . import zoo
 from .expert_stacks import unstacked
 from .kernel_inputs import rng
 from .searching import Problem, planted
+from .zoo import find_plan
 
 
 @functools.cache

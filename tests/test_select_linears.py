@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from permtriton import NMPattern, config_from, find_plan
+from permtriton import NMPattern, config_from
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError
 from permtriton.passes.plan import linear_module
 from permtriton.recipe import compile_command
 
 from . import zoo
+from .zoo import find_plan
 
 TWO_FOUR = NMPattern(2, 4)
 

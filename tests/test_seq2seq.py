@@ -16,7 +16,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from permtriton import NMPattern, config_from, find_plan
+from permtriton import NMPattern, config_from
 from permtriton.arguments import CompileArgs
 from permtriton.data.check_samples import check_samples
 from permtriton.driver.job import Job
@@ -30,7 +30,7 @@ from permtriton.model.seq2seq import arguments_of
 from permtriton.passes.plan import Destination
 from permtriton.util.progress import NoProgress
 
-from .zoo import VOCABULARY, randomize, token_ids
+from .zoo import VOCABULARY, find_plan, randomize, token_ids
 
 T5 = {
     "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,

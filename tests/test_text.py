@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from permtriton import config_from, find_plan
+from permtriton import config_from
 from permtriton.config import SURPLUS, CalibrationConfig
 from permtriton.data.calibration import all_windows, calibration_samples, fitted
 from permtriton.data.documents import named_documents
@@ -25,6 +25,7 @@ from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .sentences import SENTENCE, VOCABULARY, trained_tokenizer
+from .zoo import find_plan
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,14 @@ import torch
 from torch import fx, nn
 from transformers import AutoModelForSeq2SeqLM, BartConfig
 
-from permtriton import NMPattern, compile, find_plan
+from permtriton import NMPattern, compile
 from permtriton.errors import ModelError, VerificationError
 from permtriton.passes.trace import OTHER_VALUES, export_program, trace, unlifted
 from permtriton.passes.trace_inputs import TRACE_TOKENS
 
 from . import off_path, zoo
 from .rounding import assert_equal_but_for_rounding
+from .zoo import find_plan
 
 
 @pytest.fixture(

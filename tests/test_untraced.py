@@ -6,14 +6,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import permtriton.passes.plan
-from permtriton import NMPattern, config_from, find_plan
+from permtriton import NMPattern, config_from
 from permtriton.driver.pipeline import compile_model
 from permtriton.passes.plan import Plan
 from permtriton.passes.untraced import untraced_reach
 
 from . import off_path, zoo
 from .folders import bits
-from .zoo import fold
+from .zoo import find_plan, fold
 
 PATTERN = NMPattern(2, 4)
 PERMUTE_ONLY = {"recipe": "heuristic,mask", "importance": "magnitude"}

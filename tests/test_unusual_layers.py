@@ -8,12 +8,13 @@ import transformers
 from transformers import PreTrainedModel
 
 from benchmarks.architectures import tiny
-from permtriton import NMPattern, config_from, find_plan
+from permtriton import NMPattern, config_from
 from permtriton.checkpoint.export import export
 from permtriton.driver.pipeline import compile_model
 from permtriton.methods.order.learned import Learned
 
 from . import folders, zoo
+from .zoo import find_plan
 
 SIZES = {"vocab_size": zoo.VOCABULARY, "hidden_size": 32, "intermediate_size": 48}
 ZAMBA = {

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import permtriton
 from benchmarks.known_run import Known
-from permtriton import PermTritonError, config_from, find_plan
+from permtriton import PermTritonError, config_from
 from permtriton.data.generated import generated_text
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
@@ -205,7 +205,7 @@ def _learned(path: Path, progress: NoProgress | None = None) -> dict:
 def encoder(_folder: Path) -> dict:
     model = zoo.build("bert", vocab_size=zoo.TINY["vocab_size"], num_hidden_layers=1).double()
     ids, config = zoo.tiny_ids(5, 12), config_from(SMALL)
-    plan = find_plan(model, config.sparsity)
+    plan = zoo.find_plan(model, config.sparsity)
     found = fisher_information(Known(model, plan, Samples.of(ids), config), "cosine")
     result = compiled(model, ids, recipe="mask,distill", **DISTILL)
     result["tensors"] |= {f"fisher.{name}": torch.outer(each.row, each.column) for name, each in found.items()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.known_run import Known
-from permtriton import CompileConfig, NMPattern, find_plan
+from permtriton import CompileConfig, NMPattern
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.losses import Objective, dense_objective, has_head
@@ -22,6 +22,7 @@ from permtriton.util.progress import NoProgress
 
 from . import zoo
 from .runs import Told
+from .zoo import find_plan
 
 PATTERN = NMPattern(2, 4)
 RATE = 0.03

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from permtriton import NMPattern, find_plan
+from permtriton import NMPattern, config_from
 from permtriton.data.samples import Samples
 from permtriton.methods.planning import Planned, plan_model
 from permtriton.methods.recipe_config import CompileConfig
@@ -124,6 +124,10 @@ def tiny_ids(sequences: int, tokens: int, seed: int = 0) -> Tensor:
     """Returns random token ids ``[sequences, tokens]`` of `tiny_llama`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, TINY["vocab_size"], (sequences, tokens), generator=generator)
+
+
+def find_plan(model: PreTrainedModel, sparsity: NMPattern | str, **options: object) -> Plan:
+    return plan_model(model, config_from({"sparsity": sparsity, **options}))[0]
 
 
 @functools.cache

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from benchmarks.known_run import Known
 from benchmarks.rotation.search import PATTERN, Part
 from benchmarks.rotation.turn import per_query_head, turn_heads
-from permtriton import CompileConfig, find_plan
+from benchmarks.shared import find_plan
+from permtriton import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importances_of

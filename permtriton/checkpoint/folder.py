@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from permtriton.checkpoint.names import PACKED_PARTS
 from permtriton.checkpoint.packed import unpacked
 from permtriton.checkpoint.quantization_config import METHOD, PermTritonQuantizationConfig, config_entries
-from permtriton.checkpoint.read_record import Record, read_record, recorded_weights
+from permtriton.checkpoint.read_record import Record, check_recorded, read_record, recorded_weights
 from permtriton.errors import ModelError, reading
 from permtriton.kernels.quantize import dequantized
 from permtriton.kernels.sparse_linear_fp8 import unpack_fp8
@@ -86,12 +86,7 @@ class Folder:
                 raise ModelError(
                     f"{self.path / REPORT_FILE} lists the pruned weight {name}, which the checkpoint does not hold"
                 )
-            shape, dim, pattern = self.shape(name), weight.dim, weight.pattern
-            if not 0 <= dim < len(shape) or shape[dim] % pattern.group:
-                raise ModelError(
-                    f"{self.stored[name].file}: {name} is {list(shape)}, which cannot have been pruned to {pattern} "
-                    f"along dimension {dim}: the checkpoint or {REPORT_FILE} is damaged"
-                )
+            check_recorded(name, weight, self.shape(name))
         return pruned
 
     def names(self) -> list[str]:

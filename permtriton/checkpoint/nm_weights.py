@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from permtriton.checkpoint.names import loaded_names, resolve_name
-from permtriton.checkpoint.read_record import Record, recorded_weights
-from permtriton.errors import ModelError, listed
+from permtriton.checkpoint.read_record import Record, check_recorded, recorded_weights
+from permtriton.errors import listed
 from permtriton.model.expert_linears import input_dim, stacks
 from permtriton.model.modules import LINEAR_MODULES
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
@@ -25,12 +25,8 @@ def recorded_in(model: nn.Module, record: Record) -> Iterator[tuple[str, str | N
     known = {name.replace(BASE_LAYER, ""): name for name, _ in model.named_parameters()}
     for stored, name in loaded_names(model, pruned, known).items():
         plain = resolve_name(name, known, getattr(model, "base_model_prefix", ""))
-        shape, dim = model.get_parameter(known[plain]).shape if plain else None, pruned[stored].dim
-        if shape is not None and (not 0 <= dim < len(shape) or 0 in shape):
-            raise ModelError(
-                f"permtriton.json lists {stored} as pruned along dimension {dim}, but its shape is {list(shape)}: the "
-                "file is damaged, or belongs to another model"
-            )
+        if plain:
+            check_recorded(stored, pruned[stored], model.get_parameter(known[plain]).shape)
         yield stored, plain and known[plain], pruned[stored]
 
 
@@ -46,9 +42,8 @@ def regular_weights(model: nn.Module) -> Iterator[tuple[str, PrunedWeight]]:
 
 
 def fullest_group(weight: Tensor, pruned: PrunedWeight) -> int:
-    """Returns the largest number of nonzero weights in a group or, if groups do not divide the channels, in all."""
-    channels, group = weight.shape[pruned.dim], pruned.pattern.group
-    return int(_kept_in_groups(weight, pruned.dim, channels if channels % group else group).max())
+    """Returns the largest number of nonzero weights in a group."""
+    return int(_kept_in_groups(weight, pruned.dim, pruned.pattern.group).max())
 
 
 def broken_claim(model: nn.Module, record: Record) -> str:

@@ -1,6 +1,6 @@
 """Reads ``permtriton.json``, the record of a compilation, and checks the entries that permtriton works with again."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -100,6 +100,16 @@ def recorded_weights(record: Mapping[str, Any]) -> dict[str, PrunedWeight]:
     patterns, sparsity = record.get("patterns", {}), record["config"]["sparsity"]
     dims = record["pruned_weights"].items()
     return {name: PrunedWeight(dim, NMPattern.parse(patterns.get(name, sparsity))) for name, dim in dims}
+
+
+def check_recorded(name: str, pruned: PrunedWeight, shape: Sequence[int]) -> None:
+    """Refuses a weight that cannot have been pruned as the record says."""
+    dim, pattern = pruned.dim, pruned.pattern
+    if not 0 <= dim < len(shape) or 0 in shape or shape[dim] % pattern.group:
+        raise ModelError(
+            f"{REPORT_FILE} lists {name} as pruned to {pattern} along dimension {dim}, but its shape is "
+            f"{list(shape)}: the folder is damaged, or the weight is divided among processes"
+        )
 
 
 def read_record(folder: Path) -> Record:

@@ -213,15 +213,13 @@ class Job:
         source, args = self._source, self.args
         gguf = source.gguf if source else None
         model: Any = self.model
-        tokenizer, unused = args.tokenizer, list[str]()
+        tokenizer = args.tokenizer
         device = resolve_device(args.device) if source is not None and planned_for is None else None
         if source is not None:
-            progress.say(f"loading {source.described}")
-            with progress.stage("load", 0):
-                if fetched:
-                    model, beside = load.load_original(source, saved=True, progress=progress, unused=unused)
-                else:
-                    model, beside = outline.load_outline(source)
+            if fetched:
+                model, beside = load.load_original(source, saved=True, progress=progress)
+            else:
+                model, beside = outline.load_outline(source, progress)
             tokenizer = tokenizer or beside
         else:
             check_loaded(model)
@@ -255,7 +253,6 @@ class Job:
         entries = {
             "command": self._command(config),
             "gguf": {"file": gguf.path.name, "tensors": gguf.types} if gguf else None,
-            "left_out": unused,
         }
         return CompileInputs(
             model,

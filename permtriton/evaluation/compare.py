@@ -72,9 +72,7 @@ def compare(
         check_report_file(output, REPORT_KEYS, overwrite=args.overwrite, reads=reads)
     with locked(target, progress.say):
         tasks = load_tasks(args, progress)
-        progress.say(f"loading {source.described}")
-        with progress.stage("load", 0):
-            dense, tokenizer = load.load_original(source, progress=progress)
+        dense, tokenizer = load.load_original(source, progress=progress)
         calibration = config_from(options, model=model).calibration
         held_out, text = read_held_out(
             model, args.eval_data, tokenizer, dense, args.window, args.eval_windows, calibration.special_tokens,

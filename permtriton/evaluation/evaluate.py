@@ -17,7 +17,7 @@ from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import selected
 from permtriton.data.media import is_media
 from permtriton.data.samples import Inputs, Samples
-from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
+from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError
 from permtriton.evaluation.measures import DISTANCES, Distances, measure_samples, predicted_tokens
 from permtriton.evaluation.task_request import load_tasks
 from permtriton.model import load
@@ -30,7 +30,6 @@ from permtriton.model.source import Source, source_of
 from permtriton.model.tokenizer import load_processor, tokenizer_of
 from permtriton.util.bars import reporter
 from permtriton.util.machine import available_memory, device_name, format_bytes
-from permtriton.util.permutation import is_permutation
 from permtriton.util.progress import Progress
 
 if TYPE_CHECKING:  # the import of lm_eval takes seconds
@@ -94,7 +93,7 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
     tasks = load_tasks(args, progress)
     eval_data = selected(args.eval_data, args.text_column, args.split)
     name, tokenizer, dense = "", args.tokenizer, args.against
-    hidden_order = None if args.hidden_order is None else _checked_order(model, args.hidden_order)
+    hidden_order = None if args.hidden_order is None else torch.as_tensor(args.hidden_order).cpu()
     location = {"gguf_file": args.gguf_file, "revision": args.revision}
     loading = {name: value for name, value in args.loading.items() if name not in location}
     if isinstance(dense, str | Path):
@@ -107,15 +106,13 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
     source = source_of(model, **({} if of_the_dense else loading), **location)
     if isinstance(source, Source):
         name = source.name
-        progress.say(f"loading {source.described}")
-        with progress.stage("load", 0):
-            measured = load.load_model(source, progress=progress)
+        measured = load.load_model(source, progress=progress)
         # In a folder with a GGUF file, permtriton.json describes other weights: `find_record` returns None.
         record = find_record(source)
         if record is not None and (problem := broken_claim(measured, record)):
             progress.say(f"warning: {problem}")
         tokenizer = tokenizer or load_processor(source, measured, progress)
-        if dense is not None and record is not None:
+        if record is not None and hidden_order is None:
             hidden_order = hidden_order_of(record)
     else:
         measured = source
@@ -152,9 +149,7 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, prog
             f"the dense model {against.name} needs {format_bytes(size)} beside the measured one, but "
             f"{format_bytes(free)} are free: measure on a CPU, or the perplexity alone (without `against=`)"
         )
-    progress.say(f"loading {against.described}")
-    with progress.stage("load", 0):
-        dense, dense_tokenizer = load.load_original(against, progress=progress)
+    dense, dense_tokenizer = load.load_original(against, progress=progress)
     tokenizers = map(tokenizer_of, (tokenizer, dense_tokenizer))
     vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers if hasattr(tokenizer, "get_vocab")]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
@@ -163,20 +158,6 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, prog
             "give the dense model that the model was compiled from"
         )
     return dense
-
-
-def _checked_order(model: Any, order: Any) -> Tensor:
-    """Returns the argument ``hidden_order`` as a checked index; its length is checked once hidden states are known."""
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError("`hidden_order=` is for a loaded model: a folder's own record says it; leave it out")
-    with reading("hidden_order is no index", ConfigError):
-        index = torch.as_tensor(order).cpu()
-    if index.ndim != 1 or not is_permutation(index):
-        raise ConfigError(
-            f"hidden_order is {shown(index.tolist())}: expected each channel number from 0 to C - 1 once, as int64 "
-            "[C], such as `index` of hidden_states in permtriton.json"
-        )
-    return index
 
 
 def measure_model(  # noqa: PLR0913

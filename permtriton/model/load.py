@@ -37,17 +37,16 @@ ADAPTER = "adapter_config.json"
 
 
 def load_original(
-    source: Source, *, saved: bool = False, progress: Progress | None = None, unused: list[str] | None = None
+    source: Source, *, saved: bool = False, progress: Progress | None = None
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
     Args:
         saved: whether the model will be saved. If so, a model that could not be saved is refused now, and the files
             that are copied when it is saved are fetched now.
-        unused: as in `load_model`.
     """
     progress = progress or NoProgress()
-    model = load_model(source, allow_compiled=False, progress=progress, unused=unused)
+    model = load_model(source, allow_compiled=False, progress=progress)
     if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes the outer entry
         vars(text).pop("quantization_config", None)
     tokenizer = load_processor(source, model, progress)
@@ -58,16 +57,20 @@ def load_original(
     return model, tokenizer
 
 
-def load_model(
-    source: Source, allow_compiled: bool = True, progress: Progress | None = None, unused: list[str] | None = None
-) -> PreTrainedModel:
+def load_model(source: Source, allow_compiled: bool = True, progress: Progress | None = None) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
     Args:
         allow_compiled: whether to accept a model that permtriton compiled. If not, weights that another tool quantized
             are dequantized as well, if transformers can do that.
-        unused: list to which the names of stored tensors are added that the class does not use, such as heads.
     """
+    progress = progress or NoProgress()
+    progress.say(f"loading {source.described}")
+    with progress.stage("load", 0):
+        return _loaded(source, allow_compiled, progress)
+
+
+def _loaded(source: Source, allow_compiled: bool, progress: Progress) -> PreTrainedModel:
     dtype, device = dtype_of(source), resolve_device(source.device)
     config = config_of(source)
     if not allow_compiled and (_is_compiled(config) or source.find(REPORT_FILE)):
@@ -101,10 +104,7 @@ def load_model(
     if source.gguf is not None:
         _check_tensors(model, source.gguf, without_place)
     elif names := _left_out(model, stored, without_place, source.name):
-        progress = progress or NoProgress()
         progress.say(f"tensors that {model_class.__name__} does not use are left out: {listed(names)}")
-        if unused is not None:
-            unused += names
     if hasattr(model, "ct_decompress_hook"):  # the hook runs before the whole model, but not before a submodule alone
         model.hf_quantizer.compressor.decompress_model(model)
     check_weights(model)

@@ -14,6 +14,7 @@ from permtriton.model.headers import DTYPES, checkpoint_files
 from permtriton.model.load import check_folder, load_empty_model
 from permtriton.model.source import Source, dtype_of
 from permtriton.model.tokenizer import load_processor
+from permtriton.util.progress import Progress
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
@@ -33,12 +34,13 @@ def is_here(source: Source) -> bool:
     return False
 
 
-def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
+def load_outline(source: Source, progress: Progress) -> tuple[PreTrainedModel, Any]:
     """Builds a model on the meta device from its config and, on the hub, its weights' headers; no weight is fetched.
 
     Returns:
         The model, in the dtype that `load_model` would give it, and its tokenizer or processor.
     """
+    progress.say(f"loading {source.described}")
     model = load_empty_model(source)
     stored: dict[str, Any] = {}
     if source.on_hub:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import permtriton
 from benchmarks.known_run import Known
-from permtriton import NMPattern, find_plan
+from permtriton import NMPattern
 from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
@@ -27,6 +27,7 @@ from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress
 
 from .. import folders
+from .zoo import find_plan
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "num_attention_heads": 4,
