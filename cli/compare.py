@@ -19,7 +19,8 @@ def compare(model: Model, args: CompareArgs, flags: Flags, json: Json = False, h
     keep_freed_memory()
     progress = BarProgress()
     suit_processor(Source(model, **args.loading), progress)
-    comparing.compare(model, args, flags, progress, print_json if json else _print)
+    report = comparing.compare(model, args, flags, progress)
+    (print_json if json else _print)(report)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from permtriton.util.progress import without_other_bars
 
 AGAIN = (
     "the same command, started again, continues after the last round, epoch, layer or row that was finished (without "
-    "--restart, and compare without --overwrite)"
+    "--restart; compare with --output and without --overwrite)"
 )
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
 

@@ -64,19 +64,6 @@ def test_a_pipe_that_nobody_reads_is_no_error(desk):
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 @pytest.mark.slow
-def test_a_comparison_is_kept_until_it_is_printed(desk, monkeypatch):
-    monkeypatch.chdir(desk.folder)
-    arguments = [argument for argument in commands(desk, "t.json")["compare"] if argument not in ("--output", "t.json")]
-    arguments += ["--methods", "magnitude", "--samples", "4", "--sequence-length", "16"]
-    code, said = into_full_disk(arguments)
-    check_refusal(code, said, (UNPRINTED,))
-    code, said = started(arguments, subprocess.DEVNULL)
-    assert (code, "2 of 2 results" in said) == (0, True), said
-    assert [path.name for path in desk.folder.iterdir()] == ["out"]
-
-
-@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
-@pytest.mark.slow
 def test_a_full_standard_error_stops_no_work(desk):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for arguments, code in ((desk.compile(), 0), (["inspect", "./nowhere"], 2)):

@@ -4,6 +4,7 @@ import copy
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,6 @@ from permtriton.arguments import CompareArgs
 from permtriton.checkpoint.output import locked
 from permtriton.config import ROUNDING_ONLY
 from permtriton.data.calibration import calibration_samples, fitted
-from permtriton.data.check_samples import check_samples
 from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import is_named, selected
 from permtriton.data.media import is_media
@@ -28,7 +28,7 @@ from permtriton.evaluation.compare_methods import DENSE_ENTRIES, RowConfig, chec
 from permtriton.evaluation.compare_results import Measured, ResultFile, measure_of, row_name, row_of
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.evaluation.measures import DISTANCES
-from permtriton.evaluation.task_request import load_tasks, task_identity, versions
+from permtriton.evaluation.task_request import load_tasks, versions
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model import load
 from permtriton.model.source import Source
@@ -44,33 +44,25 @@ if TYPE_CHECKING:  # the import of lm_eval takes seconds
 REPORT_KEYS = ("measure", "patterns", "rows", "versions")
 
 
-def compare(
-    model: str,
-    args: CompareArgs,
-    user_options: Mapping[str, Any],
-    progress: Progress,
-    show: Callable[[dict[str, Any]], None] = lambda report: None,
-) -> dict[str, Any]:
+def compare(model: str, args: CompareArgs, user_options: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     """Prunes a copy of the model for each row and seed, measures each, and returns and writes the report.
 
     Args:
         model: name of the dense model.
         user_options: options of a compilation that the user set, by name.
-        show: called with the report; without an output, the file of finished results is deleted after this call.
     """
     source, seeds = Source(model, **args.loading), _seeds(args.seeds)
     args = replace(args, ablate=args.ablate and args.ablate.replace("-", "_"))
     # `_rows` reads the options of the protocol, so it runs before `with_protocol`, which removes the protocol.
     options, rows_with = _rows(model, args, user_options)
     args = replace(args, eval_data=selected(args.eval_data)).with_protocol(model)
-    output = None if args.output is None else Path(args.output)
-    target = real_path(output or Path(f"compare-{real_path(Path(model)).name}"))
-    place = target.with_name(f".{target.name}.rows.json")
-    if output is not None:
+    target = None
+    if args.output is not None:
         names = (model, options.get("calibration"), args.tasks_dir, args.eval_data)
         reads = [name for name in names if is_named(name) and name]
-        check_report_file(output, REPORT_KEYS, overwrite=args.overwrite, reads=reads)
-    with locked(target, progress.say):
+        check_report_file(Path(args.output), REPORT_KEYS, overwrite=args.overwrite, reads=reads)
+        target = real_path(Path(args.output))
+    with nullcontext() if target is None else locked(target, progress.say):
         tasks = load_tasks(args, progress)
         dense, tokenizer = load.load_original(source, progress=progress)
         calibration = config_from(options, model=model).calibration
@@ -83,7 +75,7 @@ def compare(
         samples = prepared(dense, held_out)
         benchmark = Benchmark(dense, tokenizer, samples, tasks, progress)
         with progress.stage("identify", 0):
-            kept = ResultFile(place, benchmark.identity(task_identity(args, output)))
+            kept = ResultFile(target and target.with_name(f".{target.name}.rows.json"), benchmark.identity(args))
         if not args.overwrite:
             kept.read()
         length = fitted(calibration, options, dense, progress).sequence_length
@@ -106,11 +98,8 @@ def compare(
             "system": platform.platform(),
             "rows": rows,
         }
-        if output is not None:
-            write_report_file(output, report)
-        show(report)
-        if output is None:
-            place.unlink(missing_ok=True)
+        if target is not None:
+            write_report_file(target, report)
     return report
 
 
@@ -166,15 +155,13 @@ class Benchmark:
     tasks: "Tasks | None"
     progress: Progress
 
-    def identity(self, tasks: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the inputs that decide every result, as JSON values; ``tasks`` is the part of `task_identity`."""
-        present = run_identity(self.dense, self.dense.device)
+    def identity(self, args: CompareArgs) -> dict[str, Any]:
+        """Returns the inputs that decide every result, as JSON values."""
         return {
+            **run_identity(self.dense, self.dense.device),
+            "versions": versions(args),
             "held-out text": self.held_out.sha256,
-            "tasks": tasks,
-            "model weights": present["weights"],
-            "version of": present["versions"],
-            "machine": present["machine"],
+            "tasks": [args.task_names, args.limit, args.tasks_dir and str(args.tasks_dir)],
         }
 
     def measured(self, config: CompileConfig | None = None, samples: Samples | None = None) -> Measured:
@@ -225,8 +212,7 @@ def _results(
             config = replace(row_config.config, seed=seed)
             drawn_by = config.calibration, config.surplus, seed
             if drawn_by not in draws:
-                drawn, _ = calibration_samples(config, benchmark.tokenizer, benchmark.dense)
-                draws[drawn_by] = check_samples(benchmark.dense, drawn)
+                draws[drawn_by], _ = calibration_samples(config, benchmark.tokenizer, benchmark.dense)
             samples = draws[drawn_by]
             key = kept.key(seed=seed, text=text_hash(config, samples), options=options)
             measures[key] = partial(benchmark.measured, config, samples)

@@ -40,9 +40,9 @@ class Measured(Distances):
 
 @dataclass
 class ResultFile:
-    """The finished results, in memory and in a file, from which an interrupted comparison continues."""
+    """The finished results, in memory and, if ``path`` is not None, in a file from which a comparison continues."""
 
-    path: Path  # JSON file, written after every result
+    path: Path | None  # JSON file, written after every result
     identity: Mapping[str, Any]  # the inputs that decide every result, by name, as JSON values
     results: dict[str, Measured] = field(default_factory=dict)  # each result by its `key`
 
@@ -51,7 +51,7 @@ class ResultFile:
         return hashlib.sha256(json.dumps([self.identity, inputs], sort_keys=True).encode()).hexdigest()
 
     def read(self) -> None:
-        if self.path.exists():
+        if self.path is not None and self.path.exists():
             hint = "--overwrite starts from scratch"
             with reading(f"{self.path} holds no results that can be continued ({hint})", OutputError):
                 stored = json.loads(self.path.read_text(encoding="utf-8"))
@@ -61,7 +61,9 @@ class ResultFile:
         """Returns a result that is kept, or measures it and keeps it; if interrupted, the earlier file stays intact."""
         if key not in self.results:
             self.results[key] = measure()
-            write_file(self.path, to_json({key: asdict(result) for key, result in self.results.items()}).encode())
+            if self.path is not None:
+                results = {key: asdict(result) for key, result in self.results.items()}
+                write_file(self.path, to_json(results).encode())
         return self.results[key]
 
 

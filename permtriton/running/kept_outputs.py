@@ -16,21 +16,19 @@ from permtriton.model.experts import stacked_name
 from permtriton.model.forward import replaced_forwards
 from permtriton.passes.plan import Site, linear_module
 
-Keep = Callable[[Tensor], Tensor]  # tensor of an output -> what is kept of it, on the same device
-
 
 class KeptOutputs:
     """The kept outputs of one layer's pruned linears, and of the modules that contain pruned linears.
 
     An output is kept if all pruned linears that have run so far in the layer's present run have their final weights.
     Once the output of a module is kept, the outputs of modules inside it are dropped. An output that the model has
-    changed in place is computed again. With ``keep`` None, no output is kept.
+    changed in place is computed again. Without ``keep``, no output is kept.
 
     Outputs of experts are never kept, because runs that measure experts may route other tokens to them. Nor are those
     of modules that contain an expert, or that contain a module whose input is recorded as the residual stream.
     """
 
-    def __init__(self, model: nn.Module, name: str, sites: Sequence[Site], keep: Keep | None) -> None:
+    def __init__(self, model: nn.Module, name: str, sites: Sequence[Site], keep: bool) -> None:
         self._model, self._keep = model, keep
         self._changing = {linear_module(model, linear) for site in sites for linear in site.linears}
         self._modules = [model.get_submodule(inner) for inner in _keepable(model, name, sites)] if keep else []
@@ -63,10 +61,9 @@ class KeptOutputs:
             output = compute(*args, **kwargs)
             self._final &= module not in self._changing
             if self._keep and self._final and not last:
-                kept_output = pytree.tree_map_only(Tensor, self._keep, output)
                 for inner_module in module.modules():
                     self._outputs.pop((inner_module, rows), None)
-                self._outputs[module, rows] = kept_output, _versions(kept_output)
+                self._outputs[module, rows] = output, _versions(output)
             return output
 
         return forward

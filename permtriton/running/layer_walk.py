@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, Site, linear_module, named_layers
-from permtriton.running.kept_outputs import Keep, KeptOutputs
+from permtriton.running.kept_outputs import KeptOutputs
 from permtriton.running.layer_calls import LayerCalls, find_chains, record_calls
 from permtriton.running.sharding import is_spread
 from permtriton.util import ranks
@@ -94,16 +94,16 @@ class LayerWalk:
 
         While a layer or the model runs, ``weights`` (linear -> weight) replace the weights of its linears.
         """
-        return self._walk(_with_weights(self.model, self.plan, weights) if weights else nullcontext, None, False)
+        return self._walk(_with_weights(self.model, self.plan, weights) if weights else nullcontext, False, False)
 
-    def walk_and_change(self, keep: Keep | None = None) -> Iterator[LayerInputs]:
+    def walk_and_change(self, keep: bool = False) -> Iterator[LayerInputs]:
         """Yields the inputs of each layer's sites; a layer's weights may change before the next layer is requested.
 
         The next layer's inputs come from the new weights, so each layer runs once more after its weights were changed.
 
         Args:
-            keep: tensor of an output -> what `KeptOutputs` stores of it, so that final outputs are computed once,
-                however often the layer runs; None stores nothing. Runs of the whole model never store outputs.
+            keep: whether `KeptOutputs` stores final outputs, so that they are computed once, however often the layer
+                runs. Runs of the whole model never store outputs.
         """
         return self._walk(nullcontext, keep, True)
 
@@ -130,7 +130,7 @@ class LayerWalk:
         chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
         return [(name, sites, chain_of.get(name, [])) for name, sites in zip(names, groups, strict=True)]
 
-    def _walk(self, layer_context: LayerContext, keep: Keep | None, changing: bool) -> Iterator[LayerInputs]:
+    def _walk(self, layer_context: LayerContext, keep: bool, changing: bool) -> Iterator[LayerInputs]:
         calls: dict[str, LayerCalls] = {}
         model, samples, batch, store = self.model, self.samples, self._batch, self._store.on(self.model.device)
         hidden_states, own_samples = torch.empty(0), samples[ranks.own_rows(len(samples))]

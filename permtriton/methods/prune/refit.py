@@ -133,7 +133,7 @@ class Refit(Step):
 
         num_steps = sum(map(steps, turns_by_layer))
         # In host memory, outputs are not kept: moving them there and back takes longer than computing them again.
-        keep = None if run.low_memory or run.store.onloads else run.store.moved
+        keep = not (run.low_memory or run.store.onloads)
         with run.placed_model_for_fit() as model, run.progress.stage("refit", num_steps) as advance:
             walk = run.walk(model, samples)
             layers = zip(turns_by_layer, walk.walk_and_change(keep), walk.walk_dense(run.dense_weights), strict=True)
