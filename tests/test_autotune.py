@@ -246,7 +246,7 @@ class TestCommand:
         [((), "--model DIR or --shape"), (("--shape", "64"), "OUTxIN"), (("--shape", "64x66"), "multiple of 4"),
          (("--shape", "64x64", "--tokens", "1,0"), "positive integer"),
          (("--shape", "64x64", "--kernel", "gemm"), "sinkhorn"), (("--shape", "64x64", "--dtype", "int8"), "float16"),
-         (("--shape", "3x4"), "4 to"), (("--shape", "9" * 20 + "x4"), "4 to")],
+         (("--shape", "3x4"), "4 output features or more")],
     )  # fmt: skip
     def test_what_makes_no_sense_is_refused(self, arguments, message):
         shown = self.run(*arguments, "--dry-run")
