@@ -36,7 +36,7 @@ from permtriton.evaluation.evaluate import measure_model
 from permtriton.methods.measure.fisher import curvatures
 from permtriton.methods.measure.losses import dense_objective
 from permtriton.methods.order.hard_masks import hard_masked
-from permtriton.methods.order.searched import Searched, Searcher
+from permtriton.methods.order.searched import Searcher
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import GatheredLinear, from_norm, replace_module
@@ -98,7 +98,7 @@ def search_round(args: argparse.Namespace) -> dict[str, Any]:
     indices = {space.name: identity(space.units) for space in spaces}
     passes, gains, found = [], [], []
     with hard_masked(run, model, objective, curvatures(run, "kl")) as masks:
-        searcher = Searcher(masks, spaces, Searched())
+        searcher = Searcher(masks, spaces)
         masks.set(indices)
         for _ in range(args.repeats + 1):
             passes.append(timed(masks.take_gradients, model.device))

@@ -31,10 +31,10 @@ class Known(Run):
         low_memory: bool = False,
         **known: Any,
     ) -> None:
-        nothing, saving = dict.fromkeys(("generated_ids", "graph", "reference")), ("all",) * low_memory
+        nothing = dict.fromkeys(("generated_ids", "graph", "reference"))
         super().__init__(
             model=model, config=config, workspace=Workspace(progress or NoProgress()), samples=samples,
-            batch_size=4, plan=plan, memory=MemoryEstimate(DevicePlacement.WHOLE, 0, 0, 0, {}, saving=saving),
+            batch_size=4, plan=plan, memory=MemoryEstimate(DevicePlacement.WHOLE, 0, 0, 0, {}, low_memory=low_memory),
             placement=ModelPlacement(DevicePlacement.WHOLE, next(model.parameters()).device), **nothing,
         )  # fmt: skip
         for name in ("importances", "objective", "samples_for", "state"):

@@ -1,8 +1,8 @@
-"""Writes how long models of LLaMA 3's shapes would take on GPUs, as ``compile --dry-run --devices`` estimates it.
+"""Writes what models of LLaMA 3's shapes need on GPUs, as ``compile --dry-run --devices`` estimates it.
 
     python -m benchmarks.plans
 
-Nothing is measured: folders of a config and the demo's tokenizer are enough, and the estimate assumes the GPU's speed.
+Nothing is measured: folders of a config and the demo's tokenizer are enough.
 """
 
 import json
@@ -29,7 +29,7 @@ def plan(folder: Path, name: str, devices: str) -> dict[str, Any]:
     words = ["permtriton", "compile", name, "--dry-run", "--devices", devices, "--json"]
     done = subprocess.run([sys.executable, "-m", *words], cwd=folder, stdout=subprocess.PIPE, check=True)
     report = json.loads(done.stdout)
-    kept = {key: report[key] for key in ("seconds", "assumed", "memory", "disk")}
+    kept = {key: report[key] for key in ("memory", "disk")}
     return {"model": name, "devices": devices, "command": " ".join(words), **kept}
 
 

@@ -201,11 +201,10 @@ def plans_table() -> str:
     rows = []
     for row in report["rows"]:
         count, memory = row["devices"].split("x")
-        minutes = sum(row["seconds"].values()) / 60
-        of_a_gpu = f"{row['memory']['peak'] / 2**30:.0f} GiB"
-        rows.append([row["model"], f"{count} of {memory} GiB", f"roughly {minutes:.0f} minutes, estimated", of_a_gpu])
-    caption = f"Not run yet; the estimate holds {report['rows'][0]['assumed']}. Default recipe, 128 x 1024 tokens."
-    return _table("LLaMA 3 | GPUs | time | memory of each GPU", rows, caption)
+        of_a_gpu, of_the_host = (f"{row['memory'][place] / 2**30:.0f} GiB" for place in ("peak", "host"))
+        rows.append([row["model"], f"{count} of {memory} GiB", of_a_gpu, of_the_host])
+    caption = "Estimated, not run yet. Default recipe, 128 x 1024 tokens."
+    return _table("LLaMA 3 | GPUs | memory of each GPU | of the host", rows, caption)
 
 
 def variation_table(*names: str) -> str:

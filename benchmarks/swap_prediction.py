@@ -37,7 +37,7 @@ from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.losses import ObjectiveKind, dense_objective
 from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
-from permtriton.methods.order.searched import Searched, Searcher
+from permtriton.methods.order.searched import Searcher
 from permtriton.model.load import load_original
 from permtriton.model.source import Source
 from permtriton.passes.plan import ChannelSpace
@@ -70,7 +70,7 @@ def main() -> None:
     run = Known(model, plan, Samples.of(ids), config, importances=importances)
     spaces = [space for space in plan.spaces if not space.frozen]
     with hard_masked(run, model, objective, curvatures(run, kind)) as masks:
-        searcher = Searcher(masks, spaces, Searched())
+        searcher = Searcher(masks, spaces)
         base = {space.name: identity(space.units) for space in spaces}
         masks.set(base)
         start = masks.take_gradients()

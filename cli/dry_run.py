@@ -58,5 +58,3 @@ def _estimate(planned: DryRun, folder: Path) -> Iterator[tuple[str, str]]:
         yield "time", f"not measured: {as_flags(forecast.refused) or f'this machine does not have {missing}'}"
     if forecast.devices.count > 1:
         yield "started by", f"torchrun --nproc-per-node {forecast.devices.count} -m permtriton compile ..."
-    if forecast.memory.savings:
-        yield "to save memory", forecast.memory.savings

@@ -33,7 +33,6 @@ from permtriton.util.option import Option, fields_of, options_of
 Part = TypeVar("Part")
 DEFAULT = "default"
 PERMLLM = "permllm"
-ALIASES = {"published": PERMLLM}
 RIA_LEARNING_RATE = 5e-3  # the paper's for RIA, in the recipe permllm
 
 
@@ -190,7 +189,7 @@ def config_from(
     overrides = {str(name).replace("-", "_"): value for name, value in (options or {}).items()}
     in_options = overrides.pop("recipe", None)
     chosen = next((name for name in (recipe, in_options) if name is not None), DEFAULT)
-    name = ALIASES.get(chosen, chosen) if isinstance(chosen, str) else ""
+    name = chosen if isinstance(chosen, str) else ""
     source = recipe_of(name or chosen)
     steps = (*source.steps, *([Round()] if name in RECIPES and in_8_bits else []))
     known = all_options(steps)

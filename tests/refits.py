@@ -1,5 +1,7 @@
 """A dense model to refit, and how far it is from itself afterwards."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from permtriton.methods.prune.sparsegpt import SparseGPT
 from permtriton.methods.train.round import Round
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import linear_module
+from permtriton.running.placement import DevicePlacement
 
 from . import zoo
 from .folders import prune_weight
@@ -44,13 +47,12 @@ class Problem:
             weight.copy_(self.dense[name])
         return self
 
-    def refit(self, progress=None, state=None, low_memory=False, **options):
-        known = {"dense_weights": self.dense, "low_memory": low_memory, "state": state}
-        return (
-            Refit(**{"metric_tokens": 0, **options})
-            .run(Known(self.model, self.plan, self.samples, CONFIG, progress, **known))
-            .parts
-        )
+    def refit(self, progress=None, state=None, onloads=False, **options):
+        known = {"dense_weights": self.dense, "state": state}
+        run = Known(self.model, self.plan, self.samples, CONFIG, progress, **known)
+        if onloads:
+            run.placement = replace(run.placement, kind=DevicePlacement.ONLOADED)
+        return Refit(**{"metric_tokens": 0, **options}).run(run).parts
 
     def update(self, progress=None, state=None) -> None:
         SparseGPT().run(Known(self.model, self.plan, self.samples, CONFIG, progress, state=state))

@@ -59,7 +59,7 @@ ABLATIONS = {
     "learn_block_size": (("32", "64"), ("wanda + learned", "ria + learned")),
     "refit_exchanges": (("0", "2", "4", "8"), ()),
     "heuristic_row_weights": (("fisher", "none"), ("wanda + heuristic",)),
-    "distill_generated": (("true", "false"), ("mask + distill",)),
+    "mixed_precision": (("true", "false"), ("mask + distill",)),
     "sparsity": (("2:4", "4:8"), ("wanda",)),
 }
 

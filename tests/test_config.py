@@ -50,7 +50,6 @@ OTHER = {
     "learn_weight_decay": 0.0,
     "learn_layers": "last:2",
     "learn_init": "random",
-    "learn_init_noise": 0.3,
     "learn_clamp": 2.0,
     "learn_gradient": "published",
     "learn_group_scale": False,
@@ -58,7 +57,6 @@ OTHER = {
     "learn_keep": "last",
     "learn_loss": "kl",
     "search_rounds": 3,
-    "search_damping": 0.5,
     "search_loss": "cosine",
     "sparsegpt_mask": "keep",
     "refit_dense_targets": 0.75,
@@ -70,13 +68,11 @@ OTHER = {
     "special_tokens": "none",
     "refit_metric_tokens": 512,
     "refit_metric_rounds": 3,
-    "refit_generated": False,
     "round_sweeps": 1,
     "distill_epochs": 6,
     "distill_learning_rate": 0.04,
     "distill_batch_size": 3,
     "distill_optimizer": "adafactor",
-    "distill_generated": False,
     "distill_further": 1,
     "distill_steps": 5,
     "distill_loss": "cosine",
@@ -168,12 +164,11 @@ def test_every_limit_refuses(name):
     ],
 )
 def test_published_learning_rate(given, rate):
-    assert config_from(given, "published").steps[0].learning_rate == rate
+    assert config_from(given, "permllm").steps[0].learning_rate == rate
 
 
-@pytest.mark.parametrize("name", ["permllm", "published"])
-def test_the_papers_recipe_is_its_code_to_the_letter(name):
-    config = config_from({}, name)
+def test_the_papers_recipe_is_its_code_to_the_letter():
+    config = config_from({}, "permllm")
     learn = config.steps[0]
     assert (config.named, config.layout, config.o_proj) == ("permllm", "fused", "free")
     assert (learn.gradient, learn.loss, learn.tau_falls) == ("published", "before_norm", "epoch")
@@ -185,7 +180,7 @@ def test_the_papers_recipe_is_its_code_to_the_letter(name):
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_recipe(tmp_path):
-    content = 'recipe = "published"\nlearn_epochs = 9\nsparsity = "4:8"\n[learned]\nlearning-rate = 0.5\n'
+    content = 'recipe = "permllm"\nlearn_epochs = 9\nsparsity = "4:8"\n[learned]\nlearning-rate = 0.5\n'
     file = written(tmp_path, content)
     config = build(file=file, learn_epochs=3)
     (learn, _) = config.steps
@@ -227,9 +222,9 @@ def test_a_step_of_the_default_reads_enough_tokens(tokens, sequences):
         ({"recipe": "searched,refit"}, ["searched before refit is refused"]),
         ({"recipe": "searched,sparsegpt"}, ["searched", "sparsegpt", "no better", "heuristic", "leave searched out"]),
         ({"learn_layers": "first:1"}, ["'first:1'", "last:K"]),
-        ({"learn_block_size": 30, "recipe": "published"}, ["learn_block_size 30", "2:4", "multiple of 4"]),
+        ({"learn_block_size": 30, "recipe": "permllm"}, ["learn_block_size 30", "2:4", "multiple of 4"]),
         (
-            {"learn_block_size": 4, "sparsity": "4:8", "recipe": "published"},
+            {"learn_block_size": 4, "sparsity": "4:8", "recipe": "permllm"},
             ["learn_block_size 4", "4:8", "multiple of 8"],
         ),
     ],

@@ -147,30 +147,7 @@ def test_fixed_masks_are_computed_once_for_all_steps(step):
     assert counts[1] - counts[0] == 2 * 7, "the seven linears of the layer that learns"
 
 
-@pytest.mark.slow
-def test_where_one_sequence_does_not_fit_masked_weights_are_no_longer_kept(step):
-    """The error comes in the backward pass; evaluation then goes on without them."""
-    expected, sizes = step.run(keep=True), []
-
-    def refuse(grad: Tensor) -> None:
-        sizes.append(grad.shape[0])
-        if step.masks.keep:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    def hook(_module: nn.Module, _inputs: object, output: object) -> None:
-        hidden = output if isinstance(output, Tensor) else output[0]
-        if hidden.requires_grad:
-            hidden.register_hook(refuse)
-
-    handle = layer_modules(step.model, step.plan)[0].register_forward_hook(hook)
-    found = step.run(keep=True)
-    handle.remove()
-    assert sizes[:4] == [6, 3, 1, 6], "the last resort, from which the first size starts again"
-    assert not step.masks.keep
-    assert difference(found, expected) < 1e-5
-
-
-def test_what_does_not_fit_without_kept_weights_either_is_refused(step):
+def test_one_sequence_that_does_not_fit_is_refused(step):
     def hook(*_arguments: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 

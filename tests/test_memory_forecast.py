@@ -12,7 +12,7 @@ from permtriton.driver import memory_forecast
 from permtriton.driver.choose_placement import choose, first_fitting
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
-from permtriton.methods.sizes import RELOADING, MemoryEstimate
+from permtriton.methods.sizes import MemoryEstimate
 from permtriton.model.experts import unstacked_experts
 from permtriton.running.placement import DevicePlacement, allowed_placements
 from permtriton.util.machine import format_bytes
@@ -50,9 +50,8 @@ def beside(model, plan, **options) -> int:
 
 
 def refusal(found: MemoryEstimate, devices: memory_forecast.Devices | None = None) -> str:
-    model, config = zoo.tiny_llama(), config_from({"recipe": "mask"})
-    sizes = zoo.start(model, config, Samples.of(zoo.tiny_ids(2, 8))).sizes
-    return memory_forecast.refusal(found, devices or memory_forecast.Devices.of(CPU), config, sizes)
+    sizes = zoo.start(zoo.tiny_llama(), config_from({"recipe": "mask"}), Samples.of(zoo.tiny_ids(2, 8))).sizes
+    return memory_forecast.refusal(found, devices or memory_forecast.Devices.of(CPU), sizes)
 
 
 def test_a_model_without_a_language_model_head_makes_no_logits():
@@ -93,17 +92,16 @@ def test_estimate_knows_what_costs_more(model, plan, less, more):
 def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     learned = {"recipe": "heuristic,learned,mask", "samples": 8, "activation_checkpointing": True}
     found = needs(model, plan, **learned)
-    assert not found.saving
-    assert not found.report()["low_memory"]
+    assert not found.low_memory
     assert (found.savings, found.largest) == ("", "learned")
     most = found.added()
     for free, low_memory in ((most, False), (most - 2**20, True), (0, True)):
         free_memory(monkeypatch, free)
         other = needs(model, plan, **learned)
-        assert bool(other.saving) == low_memory
+        assert other.low_memory == low_memory
     assert other.stages["learned"] < found.stages["learned"]
-    assert other.savings == "learned: less is kept, and more computed anew"
-    assert not needs(model, plan, recipe="heuristic,searched,mask").saving, "it has no choice"
+    assert other.savings == "less is kept, and more computed anew"
+    assert not needs(model, plan, recipe="heuristic,searched,mask").low_memory, "it has no choice"
 
 
 @pytest.mark.parametrize(("environment", "share"), [({"LOCAL_WORLD_SIZE": "2"}, 8000), ({}, 2000)])
@@ -122,7 +120,9 @@ def test_only_ranks_on_this_machine_share_its_memory(monkeypatch, environment, s
 def test_a_second_model_need_not_fit(monkeypatch):
     """Saving then compares tensor by tensor only."""
     free_memory(monkeypatch, 1000)
-    assert refusal(MemoryEstimate(DevicePlacement.WHOLE, 0, 10**15, 10**15, {"masks": 1000, RELOADING: 10**15})) == ""
+    needs = MemoryEstimate(DevicePlacement.WHOLE, 0, 10**15, 10**15, {"masks": 1000})
+    assert needs.peak == 2 * 10**15
+    assert refusal(needs) == ""
 
 
 def test_a_model_that_is_mapped_from_its_files_becomes_memory_when_it_changes(monkeypatch):
@@ -152,7 +152,7 @@ def spared(found: PreTrainedModel, free: int, **options: object) -> MemoryEstima
     with unstacked_experts(found):
         start = zoo.start(found, config, Samples.of(zoo.tiny_ids(8, 64)))
         needs = choose(start, memory_forecast.Devices("cuda", 1, free))
-    assert bool(needs.savings) == needs.recomputes == needs.report()["recomputes"]
+    assert bool(needs.savings) == needs.recomputes
     return needs
 
 

@@ -164,7 +164,7 @@ def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
     size = (needed(model, WHOLE) + needed(model, ONLOADED)) // 2
     with PretendGpu(size).here() as gpu:
         found = compile_model(model, config=config_from(SMALL, "mask"), ids=IDS, device=GPU)
-    assert found.report["memory"]["estimate"]["onload"]
+    assert found.report["memory"]["estimate"]["placement"] == "onloaded"
     assert gpu.most <= size
     assert gpu.most < 0.9 * sum(each.numel() * each.element_size() for each in model.parameters())
 
@@ -198,20 +198,20 @@ def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
 @pytest.mark.slow
 def test_a_model_that_moves_to_the_gpu_saves_memory_as_one_that_is_there():
     """What is free there once it has moved decides, not what was free before."""
-    config, samples = config_from({**SMALL, **REFIT, "samples": 64}, "refit"), zoo.token_ids(64, 12)
+    config = config_from({**SMALL, "activation_checkpointing": True, "learn_epochs": 1}, "learned,mask")
 
     def build():
         return zoo.build("llama", intermediate_size=256, hidden_size=64, num_hidden_layers=2)
 
-    model, given = build(), Samples.of(samples)
-    start = Planned(model, config, given, *plan_model(model, config, given))
+    model = build()
+    start = Planned(model, config, SAMPLES, *plan_model(model, config, SAMPLES))
     full, low = (first_fitting(start, Devices("cuda", 1, free, WHOLE)) for free in (1 << 40, 1))
     size = full.model + (full.stages[full.largest] + low.stages[low.largest]) // 2
     for moves in (True, False):
         with PretendGpu(size).here():
             model = build() if moves else build().to(GPU)
-            found = compile_model(model, config=config, ids=samples, device=GPU).report["memory"]["estimate"]
-        assert (found["low_memory"], found["onload"]) == (True, False)
+            found = compile_model(model, config=config, ids=IDS, device=GPU).report["memory"]["estimate"]
+        assert (found["low_memory"], found["placement"]) == (True, "whole")
         assert found["peak"] <= size
 
 
@@ -237,7 +237,5 @@ def test_a_model_of_70b_fits_a_gpu_of_80_gib(tmp_path):
     assert found.exit_code == 0, found.output
     report = json.loads(found.stdout)
     assert not report["refused"]
-    assert report["memory"]["onload"]
+    assert report["memory"]["placement"] == "onloaded"
     assert 60 << 30 < report["memory"]["peak"] < 80 << 30
-    assert all(seconds > 0 for seconds in report["seconds"].values())
-    assert "assumed" in report["assumed"]

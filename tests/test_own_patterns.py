@@ -25,7 +25,7 @@ RECIPES = {
     "mask": {"recipe": "heuristic,mask"},
     "refit": {"recipe": "heuristic,refit"},
     "values": {"recipe": "values", "search_rounds": 1},
-    "learned": {"recipe": "published", "learn_epochs": 1, "learn_block_size": 16},
+    "learned": {"recipe": "permllm", "learn_epochs": 1, "learn_block_size": 16},
 }
 
 
@@ -110,7 +110,7 @@ def test_a_group_that_does_not_fit_its_linear():
 
 def test_blocks_of_learning_hold_whole_groups_of_all():
     with pytest.raises(ConfigError, match="learn_block_size 12 is not a multiple of the group size of 4:8"):
-        config_from({"recipe": "published", "learn_block_size": 12, "pattern": OWN})
+        config_from({"recipe": "permllm", "learn_block_size": 12, "pattern": OWN})
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ class Own(Step):
         return "step own is refused with 4:8: choose `sparsity=2:4`" if config.sparsity.group == 8 else ""
 
     def memory(self, sizes):
-        return [Memory(FACTORS)]
+        return Memory(FACTORS)
 
     def passes(self, sizes):
         return PASSES

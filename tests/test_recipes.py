@@ -26,7 +26,7 @@ CHANGES = [
     {"recipe": "mask"},
     {"recipe": "heuristic,mask", "heuristic_row_weights": "fisher", "samples": 8},
     {"recipe": "learned,mask", "learn_epochs": 3, "learn_gradient": "published", "activation_checkpointing": True},
-    {"recipe": "published", "importance": "ria", "learn_learning_rate": 1e-3},
+    {"recipe": "permllm", "importance": "ria", "learn_learning_rate": 1e-3},
     {"recipe": "permllm", "importance": "ria", "layout": "portable"},
     {"recipe": "fast"},
     {"recipe": "heuristic,sparsegpt"},
@@ -119,7 +119,7 @@ def test_defaults_are_left_out():
     assert command_of("demo", config_from({}, "fast", "demo")) == "permtriton compile demo --recipe fast"
     published = {"importance": "ria", "learn_learning_rate": 5e-3}
     for given in (published, {"importance": "ria"}):
-        command = command_of("org/model", config_from(given, "published"))
+        command = command_of("org/model", config_from(given, "permllm"))
         assert command == "permtriton compile org/model --recipe permllm --importance ria --learn-learning-rate 0.005"
     config = config_from({"seed": 3, "micro_batch_size": 2}, "mask")  # without gradients, it has no effect
     assert command_of("org/model", config) == "permtriton compile org/model --recipe mask --seed 3"

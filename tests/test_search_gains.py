@@ -9,7 +9,7 @@ from torch import Tensor
 
 from permtriton import NMPattern
 from permtriton.kernels.swap_gains import swap_gains
-from permtriton.methods.order.searched import Searched, Searcher, disjoint, swapped
+from permtriton.methods.order.searched import Searcher, disjoint, swapped
 from permtriton.passes.plan import ChannelSpace
 
 from . import zoo
@@ -99,7 +99,7 @@ def test_what_a_round_predicts_is_the_sum_over_its_swaps(damping):
         masks.set(indices)
         masks.take_gradients()
         before = weights_of(masks)
-        searcher = Searcher(masks, given.spaces, Searched())
+        searcher = Searcher(masks, given.spaces)
         swaps = searcher.swaps(indices, damping)
         gain = torch.cat([gain for *_, gain in swaps.values()])
         assert gain.numel() > 3

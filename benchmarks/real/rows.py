@@ -19,8 +19,8 @@ OURS = {
     "heuristic + sparsegpt": "--recipe heuristic,sparsegpt",
     "refit": "--recipe refit",
     "heuristic + refit": "--recipe heuristic,refit",
-    "published (2 of 50 epochs)": "--recipe published --learn-epochs 2",  # to end within minutes
-    "ria + published (2 of 50 epochs)": "--recipe published --importance ria --learn-epochs 2",
+    "published (2 of 50 epochs)": "--recipe permllm --learn-epochs 2",  # to end within minutes
+    "ria + published (2 of 50 epochs)": "--recipe permllm --importance ria --learn-epochs 2",
     "values": "--recipe values",
     "fast": "--recipe fast",
     "default": "--recipe default",

@@ -111,8 +111,9 @@ def check_in_step(config: CompileConfig, samples: int, count: int) -> None:
     """Refuses samples that ``count`` ranks, over which layers are spread, cannot run equally often."""
     # While Hessians are measured, layers that cannot take several samples run on one at a time.
     ranks.check_in_step(samples, 1 if inverts_hessians(config.importance) else config.micro_batch_size, count)
-    for rows in {rows for step in config.steps for rows in step.batches(samples)}:
-        ranks.check_in_step(rows, config.micro_batch_size, count)
+    for batch in {min(step.backward_batch, samples) for step in config.steps if step.backward_batch}:
+        for rows in (batch, samples % batch or batch):  # the last batch of an epoch may be smaller
+            ranks.check_in_step(rows, config.micro_batch_size, count)
 
 
 def without_text(config: CompileConfig, reason: str, progress: Progress) -> CompileConfig:

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 from permtriton.config import ROUNDING_ONLY
 from permtriton.data.samples import Samples
 from permtriton.methods.planning import Planned
-from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.checks import model_hash
 from permtriton.running.resume import StateFile
 from permtriton.util import ranks
@@ -23,10 +22,9 @@ def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]
     return {"weights": model_hash(model), "versions": versions(), "machine": machine}
 
 
-def text_hash(config: CompileConfig, samples: Samples) -> str:
-    """Returns the hash of what a compilation reads: the samples and, if a step reads them, the surplus samples."""
-    reads_spare = any(step.fresh_samples or step.extra_per_sample for step in config.steps)
-    return (samples.joined(samples.surplus) if reads_spare and samples.surplus is not None else samples).sha256
+def text_hash(samples: Samples) -> str:
+    """Returns the hash of what a compilation may read: the samples and the surplus samples."""
+    return (samples if samples.surplus is None else samples.joined(samples.surplus)).sha256
 
 
 def check_states(start: Planned, device: torch.device) -> None:
@@ -35,7 +33,7 @@ def check_states(start: Planned, device: torch.device) -> None:
     if workspace.resume_path is None:
         return
     options = {name: value for name, value in config.to_dict().items() if name not in ROUNDING_ONLY}
-    workspace.inputs |= {"config": options, "text": text_hash(config, start.samples)}
+    workspace.inputs |= {"config": options, "text": text_hash(start.samples)}
     workspace.inputs |= run_identity(start.model, device)
 
     def checked() -> tuple[list[str], set[str | None]]:

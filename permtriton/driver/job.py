@@ -75,10 +75,8 @@ class DryRun:
             **plan_report(self.plan),
             "memory": forecast.memory.report(),
             "seconds": dict(forecast.seconds) or None,  # None where no time was estimated
-            "assumed": forecast.assumed,
             "disk": dict(forecast.disk),
             "refused": forecast.refused,
-            "on_host": forecast.memory.host,
         }
 
 
@@ -261,7 +259,6 @@ class Job:
             tokenizer=tokenizer,
             held_out=held_out,
             workspace=Workspace(progress, self.output and resume_path(self.output)),
-            say_needs=True,
             device=device,
             placements=self.placements,
             save_format=args.save_format,

@@ -13,8 +13,7 @@ import torch
 from permtriton.data.generated import kept_of_text, texts_at_once, written
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.planning import Planned
-from permtriton.methods.recipe_config import CompileConfig
-from permtriton.methods.sizes import FLOAT32, RELOADING, Memory, MemoryEstimate, ModelSizes
+from permtriton.methods.sizes import FLOAT32, Memory, MemoryEstimate, ModelSizes
 from permtriton.methods.step import Stage
 from permtriton.methods.steps import all_steps
 from permtriton.model.experts import stacked_name
@@ -53,12 +52,11 @@ def estimate(
     program, held, model, layers = 0, 0, sizes.model, start.layer_bytes
     two_layers = model + 2 * max(layers, default=0) - sum(layers)  # in place of all: one, and the next or a copy
     if placement is DevicePlacement.ONLOADED:
-        phases = _phases(start, replace(sizes, checkpointing=True), rounds=False)  # layers run again in backward passes
-        del phases[RELOADING]
-        stages = {name: max((phase.device for phase in listed), default=0) for name, listed in phases.items()}
+        needs = _needs(start, replace(sizes, checkpointing=True))  # layers run again in backward passes
+        stages = {name: need.device for name, need in needs.items()}
         if GENERATION in stages:
             stages[GENERATION] += model - two_layers
-        host = model + max(phase.movable for listed in phases.values() for phase in listed)
+        host = model + max(need.movable for need in needs.values())
         return MemoryEstimate(placement, 0, two_layers, 0, stages, host, recomputes=recomputes)
     if placement is DevicePlacement.SPREAD:
         stages = _stages(start, replace(sizes, shares=devices.count, low_memory=True))
@@ -69,16 +67,11 @@ def estimate(
         program, held = max(resident - model, 0), resident - min(mapped, model)
     elif start.model.device.type == devices.kind:
         held = model
-    needs = MemoryEstimate(placement, program, model, held, _stages(start, sizes), recomputes=recomputes)
-    if needs.fits(devices.free):
-        return needs
+    whole = MemoryEstimate(placement, program, model, held, _stages(start, sizes), recomputes=recomputes)
+    if whole.fits(devices.free):
+        return whole
     stages = _stages(start, replace(sizes, low_memory=True))
-    return replace(needs, stages=stages, saving=tuple(name for name in stages if stages[name] != needs.stages[name]))
-
-
-def _stages(start: Planned, sizes: ModelSizes) -> dict[str, int]:
-    phases = _phases(start, sizes)
-    return {name: max((phase.total for phase in listed), default=0) for name, listed in phases.items()}
+    return replace(whole, stages=stages, low_memory=stages != whole.stages)
 
 
 def keeps_more(start: Planned) -> bool:
@@ -94,64 +87,52 @@ def keeps_more(start: Planned) -> bool:
     )
 
 
-def _phases(start: Planned, sizes: ModelSizes, *, rounds: bool = True) -> dict[str, list[Memory]]:
-    """Returns stage or step -> memory of each of its phases; ``rounds``: generation may keep rounded weights."""
+def _stages(start: Planned, sizes: ModelSizes) -> dict[str, int]:
+    return {name: need.total for name, need in _needs(start, sizes).items()}
+
+
+def _needs(start: Planned, sizes: ModelSizes) -> dict[str, Memory]:
+    """Returns stage or step -> its memory."""
     model, config = start.model, start.config
     proof = 2 * max(p.numel() for p in model.parameters()) * (sizes.element + FLOAT32)  # two permuted weights, widened
-    phases = {
-        "calibration": [Memory(sizes.forward)],
-        "masks": [Memory(0, sizes.mask + proof)],
-        RELOADING: [Memory(0, sizes.model)],
-    }
+    needs = {"calibration": Memory(sizes.forward), "masks": Memory(0, sizes.mask + proof)}
     if config.uses_importance and inverts_hessians(config.importance):
-        phases["hessians"] = [sizes.layer_by_layer]
+        needs["hessians"] = sizes.layer_by_layer
     if (held_out := start.held_out) is not None:
         at_once = min(windows_at_once(held_out.longest), len(held_out)) * held_out.tokens
         logits = at_once * sizes.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
-        phases["evaluation"] = [Memory(logits + sizes.forward)]
+        needs["evaluation"] = Memory(logits + sizes.forward)
     if config.generated:
         texts = texts_at_once(model, sizes.longest, written(config.generated))
-        rounded = rounds and config.mixed_precision and sizes.element == FLOAT32
-        kept = texts * kept_of_text(model, sizes.longest) + rounded * sizes.model // 2
-        phases[GENERATION] = [Memory(sizes.forward + kept)]
+        rounded = sizes.model // 2 if config.mixed_precision and sizes.element == FLOAT32 else 0
+        needs[GENERATION] = Memory(sizes.forward + texts * kept_of_text(model, sizes.longest) + rounded)
     steps = all_steps(config)
     for number, step in enumerate(steps):
-        held = 0  # dense weights and targets of later steps, from pruning on
-        if step.stage is not Stage.ORDER:
+        need, held = step.memory(step.sizes(sizes)), 0
+        if step.stage is not Stage.ORDER:  # from pruning on, dense weights and targets of later steps are held
             held += any(later.dense_weights for later in steps[number:]) * sizes.pruned * sizes.element
             held += sum(later.sizes(sizes).targets for later in steps[number + 1 :] if later.objective)
-        of_step = step.memory(step.sizes(sizes))
-        phases[step.name] = [Memory(phase.device, phase.movable + held) for phase in of_step]
-    return phases
+        needs[step.name] = Memory(need.device, need.movable + held)
+    return needs
 
 
-def refusal(needs: MemoryEstimate, devices: Devices, config: CompileConfig, sizes: ModelSizes) -> str:
+def refusal(needs: MemoryEstimate, devices: Devices, sizes: ModelSizes) -> str:
     """Returns why the memory is too small for a compilation; empty if it is not.
 
-    Memory that the process holds already is not needed again. The text names the largest stage and options to change.
+    Memory that the process holds already is not needed again.
     """
-    savers = {step.name: f"`{step.saves_memory}`" for step in config.steps if step.saves_memory}
-    if needs.placement is DevicePlacement.ONLOADED and devices.host is not None:
-        # Pages of the model that are mapped from its files become the process's own as soon as they change.
-        host = needs.host - max(sizes.model - resident_memory()[1], 0)
-        if host > devices.host:
-            return (
-                f"this compilation needs about {format_bytes(host)} more host memory, because the model stays there "
-                f"while its layers come to the GPU one by one, but only {format_bytes(devices.host)} are free: use a "
-                f"machine with more memory, fewer processes, {''.join(f'{choice}, ' for choice in savers.values())}or "
-                "lower `samples=`"
-            )
-    if needs.fits(devices.free):
+    # Pages of the model that are mapped from its files become the process's own as soon as they change.
+    host = needs.host - max(sizes.model - resident_memory()[1], 0)
+    if needs.host and devices.host is not None and host > devices.host:
+        place, added, free = "the host, where the model stays", host, devices.host
+    elif not needs.fits(devices.free):
+        place = f"each {devices.kind} device" if devices.count > 1 else devices.kind
+        added, free = needs.added(), devices.free
+    else:
         return ""
-    stage = needs.largest
-    device = f"each {devices.kind} device" if devices.count > 1 else devices.kind
-    advice = "lower `sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are computed)"
-    if stage == "evaluation":
-        advice = "lower what is measured (`eval_data=` with a shorter text, or `eval_data=none`)"
-    choices = ["`dtype=bfloat16`"] if sizes.element == FLOAT32 else []
-    choices += [savers[stage]] if stage in savers else []
     return (
-        f"this compilation needs about {format_bytes(needs.added())} more on {device} than it holds now, for {stage}, "
-        f"but only {format_bytes(devices.free)} are free: {advice}, "
-        f"{''.join(f'choose {choice}, ' for choice in choices)}or use a larger machine"
+        f"this compilation needs about {format_bytes(added)} more on {place} than it holds now, most of it for "
+        f"{needs.largest}, but only {format_bytes(free)} are free: lower `sequence_length=` or `samples=` "
+        "(`micro_batch_size=` first, where gradients are computed; for evaluation `eval_data=none`), choose "
+        "`dtype=bfloat16`, or use a larger machine"
     )

@@ -31,7 +31,7 @@ from permtriton.model.reference import Reference
 from permtriton.model.seq2seq import check_ends
 from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.placement import DevicePlacement, ModelPlacement
-from permtriton.running.resume import Workspace
+from permtriton.running.resume import State, Workspace
 from permtriton.util import ranks
 
 
@@ -49,8 +49,6 @@ class CompileInputs:
     # where states are kept: a later call with equal inputs continues from the states, and a call with other inputs is
     # refused until they are deleted
     workspace: Workspace = field(default_factory=Workspace)
-    # whether to measure a pass of the model first, and report how much memory, time and disk the work will take
-    say_needs: bool = False
     device: torch.device | None = None  # device to move the model to; None leaves it where it is
     # allowed placements on ``device``; its memory decides which is used
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
@@ -69,10 +67,7 @@ def prepare(inputs: CompileInputs) -> Run:
     folder = None if workspace.resume_path is None else workspace.resume_path.resolve().parent
     if folder is not None:
         ranks.on_first(lambda: check_disk(forecast.disk, folder))
-    if inputs.say_needs:
-        progress.say("; ".join(f"{name}: {value}" for name, value in forecast.rows(folder)))
-        if memory.savings:
-            progress.say(f"to save memory: {memory.savings}")
+    progress.say("; ".join(f"{name}: {value}" for name, value in forecast.rows(folder)))
     with workspace.timed("trace"):
         reference = Reference(model, start.samples)
         what = f"the graph that torch.export traces of this {type(model).__name__}"
@@ -101,7 +96,7 @@ def begin(inputs: CompileInputs, devices: Devices | None = None) -> tuple[Planne
     with start.workspace.timed("identify"):
         check_states(start, device)
     with start.workspace.timed("estimate"):
-        return start, make_forecast(start, memory, devices, inputs.save_format, timed=inputs.say_needs)
+        return start, make_forecast(start, memory, devices, inputs.save_format)
 
 
 def planned(inputs: CompileInputs) -> Planned:
@@ -130,17 +125,16 @@ def _generated(start: Planned, placement: ModelPlacement) -> Tensor:
     config, samples, workspace = start.config, start.samples, start.workspace
     after = torch.tensor((samples.special or NONE).after, dtype=torch.int64)
     shape = config.generated, samples.tokens - len(after)
+
+    def write() -> State:
+        starts = beginnings(samples, config.generated, max(samples.tokens // BEGINNING, 1))
+        # If layers come to the GPU one by one, the GPU may have no room for a rounded copy of the weights.
+        rounds = config.mixed_precision and placement.kind is not DevicePlacement.ONLOADED
+        with placement.writing(start.model), mixed_precision(start.model, rounds, fixed=True):
+            texts = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
+        return {"text": torch.cat([texts, after.expand(len(texts), -1)], 1)}, {}
+
     with workspace.timed("generate"):
-        state = workspace.state("generated")
-        if (stored := state.read()) is not None:
-            ids = stored[0]["text"]
-        else:
-            starts = beginnings(samples, config.generated, max(samples.tokens // BEGINNING, 1))
-            # If layers come to the GPU one by one, the GPU may have no room for a rounded copy of the weights.
-            rounds = config.mixed_precision and placement.kind is not DevicePlacement.ONLOADED
-            with placement.writing(start.model), mixed_precision(start.model, rounds, fixed=True):
-                texts = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
-            ids = torch.cat([texts, after.expand(len(texts), -1)], 1)
-            state.write({"text": ids})
+        ids = workspace.state("generated").once(write)[0]["text"]
         workspace.inputs["generated"] = Samples.of(ids).sha256
     return ids

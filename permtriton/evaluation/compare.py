@@ -214,7 +214,7 @@ def _results(
             if drawn_by not in draws:
                 draws[drawn_by], _ = calibration_samples(config, benchmark.tokenizer, benchmark.dense)
             samples = draws[drawn_by]
-            key = kept.key(seed=seed, text=text_hash(config, samples), options=options)
+            key = kept.key(seed=seed, text=text_hash(samples), options=options)
             measures[key] = partial(benchmark.measured, config, samples)
         runs.append((entries, measures))
     say = benchmark.progress.say

@@ -10,7 +10,7 @@ from permtriton.errors import ConfigError, near
 from permtriton.methods.recipe_config import CompileConfig, no_effect_refusal
 from permtriton.methods.step import Step
 from permtriton.methods.steps import STEPS
-from permtriton.recipe import ALIASES, DEFAULT, PERMLLM, RECIPES, all_options, config_from
+from permtriton.recipe import DEFAULT, PERMLLM, RECIPES, all_options, config_from
 from permtriton.util.option import Option
 from permtriton.util.sparsity import NMPattern
 
@@ -53,10 +53,9 @@ KNOWN = METHODS | {
 }
 # The paper's method has layout fused, unless its name ends with `PORTABLE`.
 KNOWN |= {
-    f"{score}{name}{suffix}": {"importance": score.removesuffix(JOINED) or "auto", "recipe": name, "layout": layout}
+    f"{score}{PERMLLM}{suffix}": {"importance": importance, "recipe": PERMLLM, "layout": layout}
     for suffix, layout in (("", "fused"), (PORTABLE, "portable"))
-    for name in (PERMLLM, *(alias for alias, recipe in ALIASES.items() if recipe == PERMLLM))
-    for score in ("", f"wanda{JOINED}", f"ria{JOINED}")
+    for score, importance in (("", "auto"), (f"wanda{JOINED}", "wanda"), (f"ria{JOINED}", "ria"))
 }
 DENSE = "dense"
 DENSE_ENTRIES: dict[str, Any] = {"method": DENSE, "pattern": "", "setting": "", "config": {}}

@@ -11,10 +11,9 @@ from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.packing import packed_share
 from permtriton.methods.recipe_config import CompileConfig
-from permtriton.methods.sizes import FLOAT32, ModelSizes, without_gradients
+from permtriton.methods.sizes import FLOAT32, ModelSizes
 from permtriton.model.core import has_head
 from permtriton.model.experts import stacked_name, unstacked_experts
-from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.passes.fused_layout import fused_plan
 from permtriton.passes.plan import Plan, Site, layer_modules, linear_module
 from permtriton.passes.provenance import propagate
@@ -22,7 +21,6 @@ from permtriton.passes.select_linears import NOT_NAMED
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
 from permtriton.running.resume import Workspace
-from permtriton.util import ranks
 from permtriton.util.sparsity import NMPattern
 
 
@@ -63,7 +61,6 @@ class Planned:
             rows = sum(out_features[name] for site in single_sites for name in site.linears if name not in stacked)
             return max(channels_read + max(stacked_channels, default=0), rows)
 
-        tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, len(samples) * samples.longest))
         return ModelSizes(
             model=sum(p.numel() * p.element_size() for p in model.parameters()),
             element=next(model.parameters()).element_size(),
@@ -82,12 +79,9 @@ class Planned:
             calibration=len(samples),
             generated=config.generated,
             surplus=0 if samples.surplus is None else len(samples.surplus),
-            tokens=samples.tokens,
             longest=samples.longest,
             positions=samples.positions,
-            forward=without_gradients(tokens, hidden, width),
             micro_batch_size=config.micro_batch_size,
-            ranks=ranks.count(),
             checkpointing=config.activation_checkpointing,
         )
 

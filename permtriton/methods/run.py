@@ -47,14 +47,11 @@ class Run(Planned):
     statistics: dict[str, Tensor] = field(default_factory=dict)
     # experts module -> number of calibration tokens routed to each expert; empty if not measured
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
-    # linear -> sensitivity of the loss to each row, in the present order; None before it is measured
-    row_weights: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.progress = self.workspace.progress
-        self.low_memory = bool(self.memory.saving)  # whether steps must save memory: what they could keep does not fit
         self.indices = self.identity_indices()  # space name -> unit index from the dense order, int64 ``[units]``
-        # Pruned linear -> importance that its mask retains in the present order.
+        # Pruned linear -> importance that its mask retains in the present order; filled with the statistics.
         self.retained_importance: dict[str, float] = {}
         # Pruned linear -> its weight before it was pruned; filled where a step needs it.
         self.dense_weights: dict[str, Tensor] = {}
@@ -130,6 +127,8 @@ class Run(Planned):
             self.expert_tokens = tokens_of_experts(model, len(self.samples) * self.samples.longest)
             warning = undersampled_warning(model, self.expert_tokens)
         self.statistics = {name: statistic.to(self.model.device) for name, statistic in statistics.items()}
+        self._dense_importance = total_importance(self.model, self.plan, self.importances())
+        self._dense_retained = self.retained_importance = self._retained({})
         if warning and not self.config.calibration.calibrate_all_experts:
             self.progress.say(warning)
 
@@ -138,6 +137,7 @@ class Run(Planned):
         sites = {name: site.name for site, name in self.plan.linears()}
         self.statistics = {site.name: self.statistics[sites[site.linears[0]]] for site in plan.sites}
         self.plan, self.graph = plan, graph
+        self.retained_importance = {name: self.retained_importance[name] for _, name in plan.linears()}
         self.indices = self.identity_indices()
 
     # -- the order of channels -----------------------------------------------------------------------------------------
@@ -157,7 +157,6 @@ class Run(Planned):
         for space in self.plan.spaces:
             if space.name in indices:
                 space.check(indices[space.name])
-        self._measure_dense_importance()
         expected_retained = self._retained(indices)
         moves = moves_of(self.plan, indices)
         self.run_passes(permutation_passes(moves))
@@ -172,7 +171,7 @@ class Run(Planned):
         self.graph = absorb_folds(self.graph)
         order = self.plan.hidden_order({**self.identity_indices(), **indices})
         self._objectives = {key: objective.reordered(order, self.store) for key, objective in self._objectives.items()}
-        self._expected_loss, self.row_weights = None, None
+        self._expected_loss = None
 
     def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, float]:
         """Returns pruned linear -> the importance that its mask retains in the order of ``indices``.
@@ -187,11 +186,6 @@ class Run(Planned):
             retained_by_name[name] = retained(scores, order.to(scores.device), self.plan.patterns[name])
         return retained_by_name
 
-    def _measure_dense_importance(self) -> None:
-        if not self._dense_importance:
-            self._dense_importance = total_importance(self.model, self.plan, self.importances())
-            self._dense_retained = self.retained_importance = self._retained({})
-
     @property
     def importance_shares(self) -> dict[str, dict[str, float]]:
         """Pruned linear -> share of its importance that its mask retains, ``before`` and ``after`` reordering.
@@ -199,15 +193,13 @@ class Run(Planned):
         Linears whose importance sums to 0 are left out.
         """
         return {
-            name: {"before": self._dense_retained[name] / total, "after": self.retained_importance[name] / total}
-            for name, total in self._dense_importance.items()
-            if total > 0
+            name: {"before": self._dense_retained[name] / total, "after": after / total}
+            for name, after in self.retained_importance.items()
+            if (total := self._dense_importance[name]) > 0
         }
 
     def keep_dense(self, steps: Sequence[Step]) -> None:
-        """Stores what the remaining ``steps``, the first of which prunes, and the record need of the dense model."""
-        if self.statistics:
-            self._measure_dense_importance()
+        """Stores what the remaining ``steps``, the first of which prunes, need of the dense model."""
         if any(step.dense_weights for step in steps):
             for _, name in self.plan.linears():
                 weight = linear_module(self.model, name).get_parameter("weight").detach()

@@ -1,17 +1,17 @@
 """The sizes of a model and its samples, from which the memory, time and disk that a step needs are estimated."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.running.placement import DevicePlacement
 
 FLOAT32 = 4  # bytes
-RELOADING = "reloading"  # the stage that loads the saved model again; left out where a second model does not fit
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a phase of the work takes beside the program and the model."""
+    """Bytes that a stage or a step takes at most beside the program and the model."""
 
     device: int = 0  # bytes that must be on the device where the model runs
     # bytes of large tensors, such as inputs of layers, which are in host memory while layers come to a GPU one by one;
@@ -34,18 +34,22 @@ class MemoryEstimate:
     held: int
     stages: Mapping[str, int]  # stage -> bytes that it takes beside program and model
     host: int = 0  # bytes in host memory, the model included, where layers come to the GPU one by one; else 0
-    saving: tuple[str, ...] = ()  # names of the steps that save memory, because what they could keep does not fit
+    low_memory: bool = False  # whether steps keep less and compute more anew, because what they could keep does not fit
     recomputes: bool = False  # whether backward passes recompute activations, because keeping them would take too much
 
     @property
     def largest(self) -> str:
-        """The stage that needs the most memory, without `RELOADING`, which a compilation may leave out."""
-        return max((stage for stage in self.stages if stage != RELOADING), key=self.stages.__getitem__)
+        """The stage that needs the most memory."""
+        return max(self.stages, key=self.stages.__getitem__)
 
     @property
     def peak(self) -> int:
-        """The largest number of bytes in use at once."""
-        return self.program + self.model + max(self.stages.values())
+        """The largest number of bytes in use at once: in a stage, or when a whole model is saved and loaded again.
+
+        A compilation does without the second model where it does not fit.
+        """
+        second_model = self.model if self.placement is DevicePlacement.WHOLE else 0
+        return self.program + self.model + max(second_model, *self.stages.values())
 
     def added(self, stage: str | None = None) -> int:
         """Returns the bytes that a stage, by default the largest, needs in addition to ``held``."""
@@ -58,22 +62,12 @@ class MemoryEstimate:
     @property
     def savings(self) -> str:
         """What is done to save memory, in words; empty if nothing is."""
-        words = ["backward passes recompute activations"] if self.recomputes else []
-        words += [f"{' and '.join(self.saving)}: less is kept, and more computed anew"] if self.saving else []
-        return "; ".join(words)
+        recomputing = "backward passes recompute activations" * self.recomputes
+        return "; ".join(filter(None, [recomputing, "less is kept, and more computed anew" * self.low_memory]))
 
     def report(self) -> dict[str, object]:
         """Returns the estimate as JSON values, for the record and for dry runs."""
-        return {
-            "peak": self.peak,
-            "program": self.program,
-            "model": self.model,
-            "stages": dict(self.stages),
-            "low_memory": bool(self.saving),
-            "recomputes": self.recomputes,
-            "spread": self.placement is DevicePlacement.SPREAD,
-            "onload": self.placement is DevicePlacement.ONLOADED,
-        }
+        return asdict(self) | {"placement": self.placement.name.lower(), "peak": self.peak}
 
 
 @dataclass(frozen=True)
@@ -99,12 +93,9 @@ class ModelSizes:
     calibration: int  # calibration samples
     generated: int  # samples that the dense model writes
     surplus: int  # further samples of the calibration text
-    tokens: int  # tokens of a sample that have logits
     longest: int  # positions of a sample, in the longer half of an encoder-decoder
     positions: int  # positions of the last hidden state in all samples
-    forward: int  # bytes of the activations of a forward pass that computes neither gradients nor logits
     micro_batch_size: int  # the option
-    ranks: int  # processes that share the samples
     checkpointing: bool  # whether activations are recomputed
     low_memory: bool = False  # whether steps must save memory, because what they could keep does not fit
     backward_batch: int = 0  # the step's ``backward_batch``, which limits its micro-batches; 0 for no limit
@@ -116,13 +107,22 @@ class ModelSizes:
         return self.sequences * self.longest
 
     @property
+    def forward(self) -> int:
+        """Bytes of the activations of a forward pass that computes neither gradients nor logits."""
+        return self._activations(max(self.longest, min(TOKENS_WITHOUT_LOGITS, self.all_positions)))
+
+    def _activations(self, tokens: int) -> int:
+        return tokens * (self.hidden + 8 * self.width) * FLOAT32
+
+    @property
     def gradients(self) -> int:
         """Bytes of the activations and logits that forward and backward passes keep."""
         channels = self.hidden if self.checkpointing else 10 * self.hidden + 5 * self.width  # as measured on a LLaMA
         sequences = min(self.micro_batch_size, self.backward_batch or self.micro_batch_size)
         backward = sequences * (self.layers * channels + 16 * self.width)
-        measuring = without_gradients(self.micro_batch_size * self.longest, self.hidden, self.width)
-        logits = self.micro_batch_size * self.tokens * self.vocabulary * 4 * FLOAT32
+        measuring = self._activations(self.micro_batch_size * self.longest)
+        tokens = self.positions // self.sequences  # of a sample that have logits
+        logits = self.micro_batch_size * tokens * self.vocabulary * 4 * FLOAT32
         return max(self.longest * backward * FLOAT32, measuring) + logits
 
     @property
@@ -149,8 +149,3 @@ class ModelSizes:
     def mask(self) -> int:
         """Bytes of temporaries while the largest pruned linear gets its mask: six float32 numbers per weight."""
         return self.largest_weight * 6 * FLOAT32
-
-
-def without_gradients(tokens: int, hidden: int, width: int) -> int:
-    """Returns `ModelSizes.forward` for a number of tokens, from `ModelSizes.hidden` and `ModelSizes.width`."""
-    return tokens * (hidden + 8 * width) * FLOAT32

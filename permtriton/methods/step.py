@@ -14,7 +14,6 @@ from permtriton.methods.sizes import Memory, ModelSizes
 from permtriton.util.option import check_options
 
 BACKWARD = 3  # time of a forward and a backward pass together, in forward passes
-GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
 
 
 def from_options(compute: Callable[[Any], Any]) -> Any:
@@ -75,7 +74,6 @@ class Step(Protocol):
     # number of surplus samples of the same text that it reads per calibration sample, in addition to that one
     extra_per_sample: ClassVar[int] = 0
     fresh_samples: ClassVar[int] = 0  # number of samples that it reads in place of the calibration samples; 0 if none
-    saves_memory: ClassVar[str] = ""  # an option that lowers the memory that it needs, as ``name=value``; empty if none
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -101,9 +99,9 @@ class Step(Protocol):
         batch = self.backward_batch
         return replace(sizes, sequences=sequences, positions=positions, backward_batch=batch, generated=0, surplus=0)
 
-    def memory(self, sizes: ModelSizes) -> Sequence[Memory]:
-        """Returns the memory that each phase of the step takes."""
-        return ()
+    def memory(self, sizes: ModelSizes) -> Memory:
+        """Returns the memory that the step takes at most."""
+        return Memory()
 
     def passes(self, sizes: ModelSizes) -> float:
         """Returns the step's time as a number of forward passes over the samples that it reads, measured on SmolLM2."""
@@ -115,10 +113,6 @@ class Step(Protocol):
         A state that a new one replaces counts twice, because both are on the disk for a moment.
         """
         return 0
-
-    def batches(self, sequences: int) -> Sequence[int]:
-        """Returns its batch sizes; `permtriton.util.ranks.check_in_step` checks that ranks can share each batch."""
-        return ()
 
     def run(self, run: Any) -> Outcome | None:
         """Changes the model of a run, which is a `permtriton.methods.run.Run`; returns what to report.

@@ -10,18 +10,15 @@ linears. Stacked experts are recognised by their structure, and the replacement 
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from statistics import fmean
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from permtriton.errors import ConfigError
 from permtriton.model.checks import TOLERANCE
 from permtriton.model.expert_linears import (
     FORMS,
     SECOND,
-    BatchedExperts,
     RoutedExperts,
     SortedLinears,
     UnstackedExperts,
@@ -34,8 +31,6 @@ from permtriton.model.expert_linears import (
     stacks,
 )
 from permtriton.model.modules import replace_module
-
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # names of this number in configs
 
 
 def unstack_experts(model: nn.Module) -> dict[str, str]:
@@ -135,18 +130,6 @@ def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | Non
     path, _, projection = linear.rpartition(".")
     experts = model.get_submodule(path.rpartition(".")[0])
     return (experts, projection != SECOND) if isinstance(experts, RoutedExperts) else None
-
-
-def share_sent(model: PreTrainedModel, experts: UnstackedExperts) -> float:
-    """Returns the share of tokens that an expert gets on average, by the config; 1 if the config does not say.
-
-    `BatchedExperts` get all tokens. If the numbers of experts per token differ between layers, their mean is taken.
-    """
-    text = model.config.get_text_config()
-    sent = next((number for name in EXPERTS_PER_TOKEN if (number := getattr(text, name, None))), None)
-    if not sent or isinstance(experts, BatchedExperts):
-        return 1.0
-    return (fmean(sent) if isinstance(sent, list | tuple) else sent) / len(experts)
 
 
 def _unstacked(module: nn.Module) -> UnstackedExperts | str:

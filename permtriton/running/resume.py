@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from permtriton.util.durable import replace_file
 from permtriton.util.machine import release_memory
 from permtriton.util.progress import NoProgress, Progress
 
+State = tuple[dict[str, Tensor], dict[str, Any]]  # tensors and JSON values by name
 INPUTS = "inputs"  # key of the text that says which run a state belongs to
 CHECKSUM = "sha256"  # key of the text with the hash of the tensors and the other texts
 DIFFERS = {
@@ -55,6 +56,13 @@ class StateFile:
         path = self.path and self.path.with_name(f"{self.path.stem}_{number}{self.path.suffix}")
         return StateFile(path, self._inputs)
 
+    def once(self, compute: Callable[[], State]) -> State:
+        """Returns the state or, if there is no file, what ``compute`` returns, which is then written."""
+        if (state := self.read()) is None:
+            state = compute()
+            self.write(state[0], **state[1])
+        return state
+
     def check(self) -> str | None:
         """Refuses a file of another run; returns the machine that wrote the file, or None if there is no file."""
         if self.path is None or not self.path.is_file():
@@ -71,7 +79,7 @@ class StateFile:
             )
         return str(saved_inputs.get("machine"))
 
-    def read(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def read(self) -> State | None:
         """Returns the tensors and values of the state, or None if there is no file. The first rank reads the file."""
         path, tensors = self.path, dict[str, Tensor]()
         if path is None:

@@ -38,14 +38,9 @@ def curvatures(run: Run, kind: LossKind) -> dict[str, RankOneCurvature]:
 
 
 def row_weights(run: Run) -> dict[str, Tensor]:
-    """Returns linear name -> sensitivity of the loss to each of its rows, float32 ``[out_features]``.
-
-    They are measured once for the present order.
-    """
-    if run.row_weights is None:
-        information = fisher_information(run, objective_kind("auto", run.model))
-        run.row_weights = {name: own.row.to(run.model.device) for name, own in information.items()}
-    return run.row_weights
+    """Returns linear name -> sensitivity of the loss to each of its rows, float32 ``[out_features]``."""
+    information = fisher_information(run, objective_kind("auto", run.model))
+    return {name: own.row.to(run.model.device) for name, own in information.items()}
 
 
 @torch.enable_grad()

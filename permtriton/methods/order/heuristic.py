@@ -60,10 +60,10 @@ class Heuristic(Step):
 
     gradients = from_options(lambda step: step.row_weights == "fisher")
 
-    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
+    def memory(self, sizes: ModelSizes) -> Memory:
         rows = min(MAX_ROWS, sizes.pruned // sizes.width)
         scores = 4 * max(sizes.spaces, default=0) * rows * FLOAT32
-        return Memory(scores + sizes.mask), Memory(sizes.gradients * self.gradients)
+        return Memory(max(scores + sizes.mask, sizes.gradients * self.gradients))
 
     def passes(self, sizes: ModelSizes) -> float:
         return 1 + BACKWARD * self.gradients
@@ -76,12 +76,7 @@ class Heuristic(Step):
             return
         # Indices from row weights are saved: row weights follow from gradients, which differ from run to run on a GPU.
         state = run.state(self.name) if self.gradients else StateFile(None, {})
-        if (saved_state := state.read()) is not None:
-            indices = saved_state[0]
-        else:
-            indices = self.indices(run)
-            state.write(indices)
-        run.reorder(indices)
+        run.reorder(state.once(lambda: (self.indices(run), {}))[0])
 
     def indices(self, run: Run) -> dict[str, Tensor]:
         """Returns space name -> unit index, int64 ``[units]``."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from permtriton.config import CommonConfig
-from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
+from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.fisher import curvatures
 from permtriton.methods.measure.losses import ObjectiveKind, minimises
 from permtriton.methods.measure.postconditions import check_no_worse
@@ -28,10 +28,11 @@ from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.running.backward import loss_scale
 from permtriton.running.resume import StateFile
 from permtriton.util import ranks
-from permtriton.util.micro_batch import MicroBatch, Result
+from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.option import documented, option
 from permtriton.util.permutation import epoch_order, identity, moved
 
+NOISE = 0.1  # bound of the uniform noise that is added to the identity at the start
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -77,7 +78,6 @@ class Learned(Step):
     init: Literal["identity", "random"] = option(
         "identity", "Initial permutation: near the order of the steps before (identity), or random."
     )
-    init_noise: float = option(0.1, "Bound of the uniform noise that is added to the identity at the start.")
     clamp: float = option(0.0, "Limit on the absolute value of logits; 0 for none.")
     gradient: Literal["placement", "published"] = option(
         "placement",
@@ -113,21 +113,17 @@ class Learned(Step):
                 )
         return ""
 
-    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
+    def memory(self, sizes: ModelSizes) -> Memory:
         one_layer = sizes.checkpointing and sizes.low_memory
         weight_and_gradient_bytes = (sizes.pruned // sizes.layers if one_layer else sizes.pruned) * 2 * sizes.element
         permutation_bytes = sum(min(self.block_size, units) * units * FLOAT32 * 6 for units in sizes.spaces)
-        return (Memory(sizes.gradients + weight_and_gradient_bytes + permutation_bytes + sizes.mask, sizes.targets),)
+        return Memory(sizes.gradients + weight_and_gradient_bytes + permutation_bytes + sizes.mask, sizes.targets)
 
     def passes(self, sizes: ModelSizes) -> float:
         return BACKWARD + 7 * self.epochs if self.gradient == "placement" else 6.5 * self.epochs
 
     def state_bytes(self, sizes: ModelSizes) -> int:
         return 2 * sum(units * min(self.block_size, units) for units in sizes.spaces) * 3 * FLOAT32
-
-    def batches(self, sequences: int) -> tuple[int, ...]:
-        batch = min(self.batch_size, sequences)
-        return batch, sequences % batch or batch
 
     def run(self, run: Run) -> Outcome:
         indices, outcome = self.learn(run)
@@ -177,7 +173,7 @@ class Learned(Step):
             block_size=self.block_size,
             rounds=self.sinkhorn_rounds,
             clamp=self.clamp,
-            noise=self.init_noise if self.init == "identity" else None,
+            noise=NOISE if self.init == "identity" else None,
         )
 
 
@@ -267,7 +263,7 @@ class OrderTrainer:
             self._masks.set(index, soft_permutations, scale / passes)
             return [loss for loss, _ in self._objective.backward(rows, size, scale)]
 
-        losses = [*self._with_memory(backward), self._masks.backward(scale)]
+        losses = [*self._micro_batch.run(backward), self._masks.backward(scale)]
         # The host waits for the GPU only here, once all work is queued.
         *partial_losses, largest_gradient = torch.stack(losses).tolist()
         loss_sum = self._objective.finite(ranks.total(sum(partial_losses)), "learning loss")
@@ -286,18 +282,7 @@ class OrderTrainer:
             self._masks.set(index.to(self._relaxation.scale.device), None)
             return self._objective.mean(size)
 
-        return self._objective.finite(self._with_memory(mean), "learning loss")
-
-    def _with_memory(self, compute: Callable[[int], Result]) -> Result:
-        """Returns ``compute(size)`` for a size that fits in memory; if none does, masked weights are no longer kept."""
-        try:
-            return self._micro_batch.run(compute)
-        except MemoryTooSmallError:
-            if not self._masks.keep:
-                raise
-        self._masks.set_keep(False)
-        self._micro_batch = MicroBatch(self._run.config.micro_batch_size)
-        return self._micro_batch.run(compute)
+        return self._objective.finite(self._micro_batch.run(mean), "learning loss")
 
 
 def _row(number: int, loss: float, index: Tensor, tau: float, seconds: float) -> dict[str, Any]:

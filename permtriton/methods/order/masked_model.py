@@ -124,7 +124,8 @@ class LearnedMasks:
     Args:
         entries: for each site whose order is learned, its blocks and the masked weights of its linears.
         fixed: the masked weights of all other linears, which keep the base order.
-        keep: whether masked weights are kept until their order changes.
+        keep: whether masked weights are kept until their order changes, or computed whenever a linear runs: less
+            memory, more time.
     """
 
     def __init__(
@@ -134,15 +135,10 @@ class LearnedMasks:
         fixed: Sequence[_MaskedWeight] = (),
         keep: bool = True,
     ) -> None:
-        self.model, self._entries, self._fixed = model, list(entries), list(fixed)
+        self.model, self._entries, self.keep = model, list(entries), keep
         self._soft: Sequence[Tensor] = ()
         self._leaves: list[Tensor] = []  # for each site of ``entries``, its soft blocks detached from the logits
-        self.set_keep(keep)
-
-    def set_keep(self, keep: bool) -> None:
-        """Sets whether masked weights are kept, or computed whenever a linear runs: less memory, more time."""
-        self.keep = keep
-        for weight in self._fixed:
+        for weight in fixed:
             weight.set(weight.index, weight.soft, keep)
 
     @torch.no_grad()
@@ -221,7 +217,7 @@ def masked_model(
                 fixed += weights
         if spread_on is not None:  # FSDP2 must see the parametrizations
             stack.enter_context(spread(model, plan, spread_on))
-        yield LearnedMasks(model, entries, fixed, not run.low_memory and spread_on is None)
+        yield LearnedMasks(model, entries, fixed, not run.memory.low_memory and spread_on is None)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 The weights do not change and stay in base order; each pruned linear sees its weight through an N:M mask that follows
 the present order. A round computes the gradient of the loss over all calibration sequences, and from it the gain of
-every swap of two channels (`permtriton.kernels.swap_gains`): exact to first order, less ``damping`` times the curvature
+every swap of two channels (`permtriton.kernels.swap_gains`): exact to first order, less a damping times the curvature
 of the loss, which is the second-order rise from every weight that the swap flips. The round chooses disjoint swaps with
 positive gains, applies them to all spaces at once, and keeps them only if the loss falls; else it tries again with
 twice the damping, which leaves fewer and safer swaps. So the result is never worse than the start. As in a trust
@@ -37,6 +37,7 @@ from permtriton.util.permutation import identity, moved
 
 PARTNERS = 8  # best partners of each position, from which disjoint swaps are chosen
 GAINS_AT_ONCE = 1 << 24  # gains of swaps that are in memory at once
+DAMPING = 4.0  # weight of the curvature in the gains of the first round; it adapts to how well the gains predict
 RAISE, LOWER = 2.0, 0.6  # factors of the damping after a trial that failed, and after a round that succeeded at once
 TRIALS = 5  # sets of swaps that a round tries at most
 LEAST_DAMPING = 1e-2
@@ -65,11 +66,6 @@ class Searched(Step):
         "Most rounds: a round measures all gains, swaps the best channels and keeps the swaps if the loss falls.",
         minimum=1,
     )
-    damping: float = option(
-        4.0,
-        "Weight of the curvature in the gains of the first round; it adapts to how well the gains predict.",
-        positive=True,
-    )
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
     objective = from_options(lambda step: step.loss)
@@ -83,10 +79,10 @@ class Searched(Step):
             )
         return ""
 
-    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
+    def memory(self, sizes: ModelSizes) -> Memory:
         weights = sizes.pruned * (sizes.element + max(FLOAT32, sizes.element))  # dense weights, and gradients
         gains = (4 * sizes.largest_weight + 3 * GAINS_AT_ONCE) * FLOAT32
-        return (Memory(sizes.gradients + weights // sizes.shares + gains, sizes.targets),)
+        return Memory(sizes.gradients + weights // sizes.shares + gains, sizes.targets)
 
     def passes(self, sizes: ModelSizes) -> float:
         return 6 * (self.rounds + 1)
@@ -117,14 +113,14 @@ class Searched(Step):
         objective, state = run.objective(self), run.state(self.name)
         curvature_by_linear = curvatures(run, objective.kind)
         with run.placed_model() as model, hard_masked(run, model, objective, curvature_by_linear) as masks:
-            searcher = Searcher(masks, spaces, self)
+            searcher = Searcher(masks, spaces)
             if (saved_state := state.read()) is not None:
                 indices, history = saved_state[0], saved_state[1]["history"]
                 run.progress.say(f"continuing after round {history[-1]['round']} of an interrupted run")
             else:
                 indices = {space.name: identity(space.units) for space in spaces}
                 start = {"round": 0, "loss": searcher.loss(indices), "swaps": 0, "predicted": 0.0}
-                history = [{**start, "damping": self.damping, "trials": 0, "moved": 0, "seconds": 0.0}]
+                history = [{**start, "damping": DAMPING, "trials": 0, "moved": 0, "seconds": 0.0}]
             num_sequences = ranks.own_rows(len(run.samples)).numel()
             with run.progress.stage("search", self.rounds * num_sequences) as advance:
                 advance((len(history) - 1) * num_sequences)
@@ -152,8 +148,8 @@ def swapped(indices: Mapping[str, Tensor], swaps: Mapping[str, Swaps]) -> dict[s
 
 
 class Searcher:
-    def __init__(self, masks: HardMasks, spaces: Sequence[ChannelSpace], options: Searched) -> None:
-        self._masks, self._spaces, self._options = masks, spaces, options
+    def __init__(self, masks: HardMasks, spaces: Sequence[ChannelSpace]) -> None:
+        self._masks, self._spaces = masks, spaces
 
     def loss(self, indices: Mapping[str, Tensor]) -> float:
         self._masks.set(indices)
@@ -163,12 +159,12 @@ class Searcher:
         self, indices: dict[str, Tensor], last: Mapping[str, Any], advance: Callable[[int], None] = lambda _steps: None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns the unit indices after a round, and its row in the history; ``last`` is the row before."""
-        start_time, least = time.perf_counter(), min(LEAST_DAMPING, self._options.damping)
-        damping = max(last["damping"] * (LOWER if last["trials"] == 1 else 1), least)
+        start_time = time.perf_counter()
+        damping = max(last["damping"] * (LOWER if last["trials"] == 1 else 1), LEAST_DAMPING)
         self._masks.set(indices)
         self._masks.take_gradients(advance)
         gain, loss, trials = torch.empty(0), last["loss"], 0
-        while trials < TRIALS and damping >= least:
+        while trials < TRIALS and damping >= LEAST_DAMPING:
             proposed = self.swaps(indices, damping)
             proposed_gain = torch.cat([gain for *_, gain in proposed.values()])
             if not proposed_gain.numel():

@@ -31,6 +31,7 @@ from permtriton.methods.step import BACKWARD, Stage, Step
 from permtriton.model.experts import stacked_name
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.running.layer_walk import LayerWalk
+from permtriton.running.resume import State
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
@@ -49,8 +50,8 @@ class DenseShare(Step):
 
     share: float
 
-    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
-        return (Memory(sizes.gradients),)
+    def memory(self, sizes: ModelSizes) -> Memory:
+        return Memory(sizes.gradients)
 
     def passes(self, sizes: ModelSizes) -> float:
         return BACKWARD
@@ -60,27 +61,26 @@ class DenseShare(Step):
 
         The choice is saved, because gradients differ from run to run on a GPU.
         """
-        model, config, state = run.model, run.config, run.workspace.state(self.prefix)
-        saved_state = state.read()
+        model, config = run.model, run.config
         updates = any(step.stage is Stage.PRUNE and not step.keeps_values for step in config.steps)
         # Its scores are errors of the output, and its statistic also serves the importance that the config names.
         method: ImportanceMethod = "obs" if inverts_hessians(config.importance) else "wanda"
         shares_left: dict[str, float] = {}
 
         def measure(walk: LayerWalk) -> dict[str, Tensor]:
-            if saved_state is not None or method != "obs" or not updates:
+            if method != "obs" or not updates:
                 return site_statistics(walk, method, run.progress)
             statistics, shares = statistics_and_shares_left(walk, run.progress)
             shares_left.update(shares)
             return statistics
 
-        run.calibrate(measure)
-        if saved_state is not None:
-            chosen = saved_state[1]["dense"]
-        else:
+        def choose() -> State:
             errors, rows = importances_of(model, run.plan, method, run.statistics), row_weights(run)
-            chosen = most_sensitive(model, run.plan, run.importances(), errors, rows, self.share, shares_left)
-            state.write({}, dense=chosen)
+            dense = most_sensitive(model, run.plan, run.importances(), errors, rows, self.share, shares_left)
+            return {}, {"dense": dense}
+
+        run.calibrate(measure)
+        chosen = run.workspace.state(self.prefix).once(choose)[1]["dense"]
         run.workspace.inputs["dense"] = chosen
         run.progress.say(f"left dense, as the dense share: {', '.join(chosen) or 'nothing, as every linear is larger'}")
         plan, graph = plan_model(model, replace(config, ignore=(*config.ignore, *chosen)), run.samples)

@@ -31,12 +31,12 @@ from permtriton.errors import CalibrationError
 from permtriton.methods.layer_updates import FinishedLayers, update_linears
 from permtriton.methods.measure.fisher import output_gradients
 from permtriton.methods.measure.postconditions import check_no_worse
-from permtriton.methods.measure.statistics import Curvature, Moments, SiteInputs, dense_inputs, moments
+from permtriton.methods.measure.statistics import Curvature, Moments, dense_inputs, moments
 from permtriton.methods.prune.least_squares import better_mask, better_rows, error_of, least_squares, metric_of
 from permtriton.methods.prune.sparsegpt import CANCELLED_SHARE, sparsegpt
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import GENERATED, Outcome, Stage, Step, from_options
+from permtriton.methods.step import Outcome, Stage, Step, from_options
 from permtriton.model.checks import all_finite
 from permtriton.model.nm_checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import linear_module, sequential_groups, weight_in_out
@@ -59,6 +59,7 @@ class Refit(Step):
     keeps_values: ClassVar[bool] = False
     dense_weights: ClassVar[bool] = True
     shards: ClassVar[bool] = False
+    reads_generated = True
 
     dense_targets: float = option(
         0.5,
@@ -82,22 +83,19 @@ class Refit(Step):
         "at least one); 0 gives all outputs the same weight and no correlation.",
     )
     metric_rounds: int = option(12, "Conjugate-gradient iterations with these gradients, after all fits.", minimum=1)
-    generated: bool = option(True, GENERATED)
 
-    reads_generated = from_options(lambda step: step.generated)
     gradients = from_options(lambda step: bool(step.iterations and step.metric_tokens))
 
     def uses_importance(self) -> bool:
         return False
 
-    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
-        channels = sizes.width + sizes.hidden if sizes.low_memory else sizes.layer_channels
-        inputs = 2 * sizes.layer_inputs + sizes.all_positions * channels * sizes.element
+    def memory(self, sizes: ModelSizes) -> Memory:
+        inputs = 2 * sizes.layer_inputs + sizes.all_positions * sizes.layer_channels * sizes.element
         output_gradients = self.metric_tokens * sizes.rows * 2 * self.gradients
         # The sums of Hessians are in float64; shift, inverse and factor exist for one site at a time.
         fit = 2 * sizes.forward + sizes.hessians * 5 // 2 + sizes.largest_weight * 18 * FLOAT32
         backward = replace(sizes, micro_batch_size=1).gradients * self.gradients
-        return Memory(backward, output_gradients), Memory(fit, inputs + output_gradients)
+        return Memory(max(backward, fit), inputs + output_gradients)
 
     def passes(self, sizes: ModelSizes) -> float:
         return 5.5 if self.gradients else 3.5
@@ -127,13 +125,12 @@ class Refit(Step):
         turns_by_layer = list(map(sequential_groups, plan.layers()))
 
         def steps(turns: Sequence[object]) -> int:
-            """Each turn reads the samples in the pruned model, and the first one, or each, in the dense model."""
-            passes = len(turns) + (len(turns) if run.low_memory else 1)
-            return ranks.own_rows(len(samples)).numel() * passes + len(turns)
+            """A layer reads the samples once in the dense model, and once per turn in the pruned model."""
+            return ranks.own_rows(len(samples)).numel() * (1 + len(turns)) + len(turns)
 
         num_steps = sum(map(steps, turns_by_layer))
         # In host memory, outputs are not kept: moving them there and back takes longer than computing them again.
-        keep = not (run.low_memory or run.store.onloads)
+        keep = not run.store.onloads
         with run.placed_model_for_fit() as model, run.progress.stage("refit", num_steps) as advance:
             walk = run.walk(model, samples)
             layers = zip(turns_by_layer, walk.walk_and_change(keep), walk.walk_dense(run.dense_weights), strict=True)
@@ -145,11 +142,8 @@ class Refit(Step):
                     advance(steps(turns))
                     continue
                 parts: list[dict[str, Any]] = []
-                targets: SiteInputs = {}
+                targets = dense_inputs(model, replace(dense_layer, parts=batches), advance, run.store)
                 for sites in turns:
-                    if run.low_memory or sites is turns[0]:
-                        turn = replace(dense_layer, sites=sites if run.low_memory else dense_layer.sites, parts=batches)
-                        targets = dense_inputs(model, turn, advance, run.store)
                     of_turn = moments(model, replace(layer, sites=sites, parts=batches), targets, advance)
                     parts += update_linears(
                         run,

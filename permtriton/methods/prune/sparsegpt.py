@@ -47,8 +47,8 @@ class SparseGPT(Step):
     def uses_importance(self) -> bool:
         return self.mask == "keep"
 
-    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
-        return (sizes.layer_by_layer,)
+    def memory(self, sizes: ModelSizes) -> Memory:
+        return sizes.layer_by_layer
 
     def passes(self, sizes: ModelSizes) -> float:
         return 3

@@ -21,7 +21,7 @@ from permtriton.methods.measure.losses import ObjectiveKind, minimises
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import BACKWARD, GENERATED, Outcome, Stage, Step, from_options
+from permtriton.methods.step import BACKWARD, Outcome, Stage, Step, from_options
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.running.backward import loss_scale, with_gradients
 from permtriton.running.mixed_precision import mixed_precision
@@ -51,6 +51,7 @@ class Distill(Step):
     stage: ClassVar[Stage] = Stage.TRAIN
     shards: ClassVar[bool] = False
     gradients = True
+    reads_generated = True
 
     epochs: int = option(
         20,
@@ -68,7 +69,6 @@ class Distill(Step):
         "adam",
         "What changes the weights: adam, which keeps two numbers per weight, or adafactor: one per row and column.",
     )
-    generated: bool = option(True, GENERATED)
     further: int = option(
         0,
         "Further samples of the calibration text to train on, per sample of --samples; where it has fewer, or none may "
@@ -85,22 +85,20 @@ class Distill(Step):
 
     objective = from_options(lambda step: step.loss)
     backward_batch = from_options(lambda step: step.batch_size)
-    reads_generated = from_options(lambda step: step.generated)
     extra_per_sample = from_options(lambda step: step.further)
     fresh_samples = from_options(lambda step: num_to_draw(step.steps * step.batch_size) if step.steps else 0)
-    saves_memory = from_options(lambda step: "distill_optimizer=adafactor" if step.optimizer == "adam" else "")
     # whether the schedule is one round, so that the only state that is saved is the one at the end
     _in_one_round = from_options(lambda step: 0 < step.steps <= ROUND)
 
     def uses_importance(self) -> bool:
         return False
 
-    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
-        collected = sizes.ranks > 1 or self.batch_size > sizes.micro_batch_size
+    def memory(self, sizes: ModelSizes) -> Memory:
+        collected = ranks.count() > 1 or self.batch_size > sizes.micro_batch_size
         copies = 1 if self._in_one_round else 2  # a state saved before the last round holds another copy
         weights = copies * int(sizes.pruned * sizes.kept) * sizes.element + sizes.pruned * FLOAT32 * collected
         movable = sizes.targets + self._optimizer_bytes(sizes) + weights
-        return (Memory(sizes.gradients + sizes.mask, movable),)
+        return Memory(sizes.gradients + sizes.mask, movable)
 
     def passes(self, sizes: ModelSizes) -> float:
         return BACKWARD * self.epochs_over(sizes.calibration, sizes.sequences)

@@ -60,9 +60,9 @@ class Round(Step):
     def uses_importance(self) -> bool:
         return False
 
-    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
+    def memory(self, sizes: ModelSizes) -> Memory:
         layer = sizes.layer_by_layer
-        return (Memory(layer.device + sizes.largest_weight * 8 * FLOAT32, layer.movable),)
+        return Memory(layer.device + sizes.largest_weight * 8 * FLOAT32, layer.movable)
 
     def passes(self, sizes: ModelSizes) -> float:
         return 3
