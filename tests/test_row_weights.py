@@ -6,21 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.known_run import Known
-from permtriton import CompileConfig, config_from
-from permtriton.data.samples import Samples
+from permtriton import config_from
 from permtriton.driver.pipeline import compile_model
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.importance import retained
-from permtriton.methods.order.heuristic import Heuristic, space_scores
+from permtriton.methods.order.heuristic import heuristic_index, space_scores
 from permtriton.passes.plan import ChannelSpace, Plan, Site
 
 from . import zoo
 from .kernel_inputs import TWO_FOUR, rng
 from .learning import Counting
 
-CHANNELS, IDS = 16, Samples.of(zoo.token_ids(1, 4))
+CHANNELS = 16
 
 
 class Linears(nn.Module):
@@ -51,8 +49,8 @@ def plain(name: str, power: int) -> Tensor:
 
 
 def order(row_weights: dict[str, Tensor] | None, plan: Plan = PLAN) -> Tensor:
-    run = Known(Linears(), plan, IDS, CompileConfig(), importances=importances(), row_weights=row_weights)
-    return Heuristic("none" if row_weights is None else "fisher").indices(run)["space"]
+    scores = space_scores(Linears(), plan.sites, importances(), row_weights)
+    return heuristic_index(SPACE, scores, TWO_FOUR, lambda *_: None)
 
 
 def test_a_factor_per_row_changes_no_mask():

@@ -61,15 +61,18 @@ class Forecast:
             yield "to save memory", memory.savings
 
 
-def make_forecast(start: Planned, memory: MemoryEstimate, devices: Devices, save_format: str | None) -> Forecast:
+def make_forecast(
+    start: Planned, memory: MemoryEstimate, devices: Devices, save_format: str | None, *, timed: bool
+) -> Forecast:
     """Returns what a compilation needs; does not change the model.
 
-    The time follows from a pass over a short sequence, if the memory is enough and the model is whole on a device of
-    this kind.
+    Args:
+        timed: whether to time a pass over a short sequence, if the memory is enough and the model is whole on a device
+            of this kind.
     """
     refused, seconds = refusal(memory, devices, start.sizes), dict[str, float]()
     on_device = memory.placement is DevicePlacement.WHOLE and start.model.device.type == devices.kind
-    if on_device and not refused:
+    if timed and on_device and not refused:
         forward = measured_pass(start)
         seconds = {stage: passes * forward for stage, passes in stage_passes(start).items()}
     return Forecast(memory, disk_needs(start, save_format), seconds, refused, devices)

@@ -259,6 +259,7 @@ class Job:
             tokenizer=tokenizer,
             held_out=held_out,
             workspace=Workspace(progress, self.output and resume_path(self.output)),
+            say_needs=True,
             device=device,
             placements=self.placements,
             save_format=args.save_format,

@@ -49,6 +49,8 @@ class CompileInputs:
     # where states are kept: a later call with equal inputs continues from the states, and a call with other inputs is
     # refused until they are deleted
     workspace: Workspace = field(default_factory=Workspace)
+    # whether to measure a pass of the model first, and report how much memory, time and disk the work will take
+    say_needs: bool = False
     device: torch.device | None = None  # device to move the model to; None leaves it where it is
     # allowed placements on ``device``; its memory decides which is used
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
@@ -67,7 +69,8 @@ def prepare(inputs: CompileInputs) -> Run:
     folder = None if workspace.resume_path is None else workspace.resume_path.resolve().parent
     if folder is not None:
         ranks.on_first(lambda: check_disk(forecast.disk, folder))
-    progress.say("; ".join(f"{name}: {value}" for name, value in forecast.rows(folder)))
+    if inputs.say_needs:
+        progress.say("; ".join(f"{name}: {value}" for name, value in forecast.rows(folder)))
     with workspace.timed("trace"):
         reference = Reference(model, start.samples)
         what = f"the graph that torch.export traces of this {type(model).__name__}"
@@ -94,9 +97,9 @@ def begin(inputs: CompileInputs, devices: Devices | None = None) -> tuple[Planne
     ranks.check_shares(len(start.samples), devices.count)
     start, memory, devices = place(start, device, devices)
     with start.workspace.timed("identify"):
-        check_states(start, device)
+        check_states(start)
     with start.workspace.timed("estimate"):
-        return start, make_forecast(start, memory, devices, inputs.save_format)
+        return start, make_forecast(start, memory, devices, inputs.save_format, timed=inputs.say_needs)
 
 
 def planned(inputs: CompileInputs) -> Planned:

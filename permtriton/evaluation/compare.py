@@ -21,7 +21,7 @@ from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import is_named, selected
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
-from permtriton.driver.deciding_inputs import run_identity, text_hash
+from permtriton.driver.deciding_inputs import text_hash
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.evaluation.compare_methods import DENSE_ENTRIES, RowConfig, check_effect, row_configs
@@ -31,6 +31,7 @@ from permtriton.evaluation.measures import DISTANCES
 from permtriton.evaluation.task_request import load_tasks, versions
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model import load
+from permtriton.model.checks import model_hash
 from permtriton.model.source import Source
 from permtriton.recipe import config_from, overrides_of
 from permtriton.util import machine
@@ -158,7 +159,8 @@ class Benchmark:
     def identity(self, args: CompareArgs) -> dict[str, Any]:
         """Returns the inputs that decide every result, as JSON values."""
         return {
-            **run_identity(self.dense, self.dense.device),
+            "weights": model_hash(self.dense),
+            "machine": machine.device_name(self.dense.device),
             "versions": versions(args),
             "held-out text": self.held_out.sha256,
             "tasks": [args.task_names, args.limit, args.tasks_dir and str(args.tasks_dir)],

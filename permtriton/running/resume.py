@@ -41,8 +41,7 @@ DIFFERS = {
 class StateFile:
     """A safetensors file with the state of one step; if ``path`` is None, nothing is read or written.
 
-    ``inputs`` are the JSON values that decide the result: the keys of `DIFFERS`, ``config`` and ``versions``; and
-    ``machine``, which is recorded but not compared.
+    ``inputs`` are the JSON values that decide the result: the keys of `DIFFERS`, ``config`` and ``versions``.
     """
 
     def __init__(self, path: Path | None, inputs: Mapping[str, Any]) -> None:
@@ -63,10 +62,10 @@ class StateFile:
             self.write(state[0], **state[1])
         return state
 
-    def check(self) -> str | None:
-        """Refuses a file of another run; returns the machine that wrote the file, or None if there is no file."""
+    def check(self) -> bool:
+        """Refuses a file of another run; returns whether there is a file."""
         if self.path is None or not self.path.is_file():
-            return None
+            return False
         with self._opened(self.path) as file:
             saved_inputs = dict(json.loads(file.metadata()[INPUTS]))
         differences = [
@@ -77,7 +76,7 @@ class StateFile:
                 f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that "
                 "run, restore what differs; to start from scratch, use `restart=True`"
             )
-        return str(saved_inputs.get("machine"))
+        return True
 
     def read(self) -> State | None:
         """Returns the tensors and values of the state, or None if there is no file. The first rank reads the file."""
@@ -86,7 +85,7 @@ class StateFile:
             return None
 
         def read() -> dict[str, Any] | None:
-            if self.check() is None:
+            if not self.check():
                 return None
             with self._opened(path) as file:
                 tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (it is no dict)
@@ -178,7 +177,7 @@ def _sha256(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
 
 
 def _differences(key: str, saved: Any, present: Any) -> list[str]:
-    if key == "machine" or saved == present:
+    if saved == present:
         return []
     if key in DIFFERS:
         return [DIFFERS[key]]
