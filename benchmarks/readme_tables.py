@@ -201,8 +201,9 @@ def plans_table() -> str:
     rows = []
     for row in report["rows"]:
         count, memory = row["devices"].split("x")
-        of_a_gpu, of_the_host = (f"{row['memory'][place] / 2**30:.0f} GiB" for place in ("peak", "host"))
-        rows.append([row["model"], f"{count} of {memory} GiB", of_a_gpu, of_the_host])
+        of_a_gpu, of_the_host = (row["memory"][place] / 2**30 for place in ("peak", "host"))
+        host = f"{of_the_host:.0f} GiB" if of_the_host else "as usual"
+        rows.append([row["model"], f"{count} of {memory} GiB", f"{of_a_gpu:.0f} GiB", host])
     caption = "Estimated, not run yet. Default recipe, 128 x 1024 tokens."
     return _table("LLaMA 3 | GPUs | memory of each GPU | of the host", rows, caption)
 

@@ -192,7 +192,6 @@ def test_the_report_draws_it(results, folder, record):
     words(results["report"])
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Step own: from 0.7500 to 0.1667 in 3 rounds" in page
-    assert "Step own: error by part" in page
 
 
 def test_its_option_is_in_the_whole_help_alone(results):

@@ -117,11 +117,6 @@ class Refit(Step):
                 f"{not_finite[0]}: the gradients of its outputs are not finite on the calibration text: try "
                 "`dtype=float32`, or `refit_metric_tokens=0`"
             )
-        if self.residual_targets and not any(site.residual for site in plan.sites):
-            run.progress.say(
-                "refit: found no pruned linear whose output is added to the residual stream; refit_residual_targets "
-                "has no effect on this model"
-            )
         turns_by_layer = list(map(sequential_groups, plan.layers()))
 
         def steps(turns: Sequence[object]) -> int:
