@@ -180,7 +180,7 @@ def _published(trial: Trial, pair: Pair) -> float:
         given = (linear.total, linear.dense, linear.importance)
         blocks = [size for _, size in linear.site.space.blocks(BLOCK)] * linear.site.copies
         index = torch.arange(linear.site.channels)
-        flat = nm_mask_backward(*given, index, blocks, linear.pattern.group, False)
+        flat = nm_mask_backward(*given, index, blocks, linear.pattern.group)
         matrix = torch.block_diag(
             *(part.view(size, size) for part, size in zip(flat.split([s * s for s in blocks]), blocks, strict=True))
         )

@@ -8,8 +8,7 @@ only if given), a permutation ``P`` that moves channels inside blocks, and its `
     W_eff = W * (M P^T)                                                    the mask brought back to base order
 
 so that activations never move while learning. The backward pass is straight-through in the mask and the assignment.
-With ``A = dL/dW_eff * W`` and ``M_soft`` the softmax of ``S P`` over each group (with ``group_scale``, scores are first
-divided by the group's mean, see `_sharpness`), for each block of channels:
+With ``A = dL/dW_eff * W`` and ``M_soft`` the softmax of ``S P`` over each group, for each block of channels:
 
     dP = A^T M_soft + S^T dS_hat,      dS_hat = softmax_backward(A P)
 
@@ -40,7 +39,7 @@ from torch import Tensor
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
-from permtriton.kernels.nm_mask_backward_triton import FLOOR, equal_blocks, nm_mask_backward_triton, takes
+from permtriton.kernels.nm_mask_backward_triton import equal_blocks, nm_mask_backward_triton, takes
 from permtriton.kernels.operator import operator
 from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
@@ -103,7 +102,6 @@ def nm_mask_backward_reference(
     index: Tensor,
     blocks: Sequence[int],
     group: int,
-    group_scale: bool,
 ) -> Tensor:
     """Returns dP, flat ``[sum of sizes^2]``, in the dtype of ``importance.scale``, without autograd.
 
@@ -119,29 +117,13 @@ def nm_mask_backward_reference(
         agreement = grad_CO[tile].to(importance.scale.dtype) * weight_CO[tile]  # A
         scores = importance.of_channels(tile).scores(weight_CO[tile])
         grouped = scores.index_select(0, inside).unflatten(0, (-1, group))
-        if group_scale:
-            sharpness = _sharpness(grouped.mean(1, keepdim=True), count)
-            grouped.mul_(sharpness)
         soft = grouped.softmax(1)
         grad_scores = agreement.index_select(0, inside).unflatten(0, (-1, group)).mul_(soft)
         grad_scores.addcmul_(soft, grad_scores.sum(1, keepdim=True), value=-1)
-        if group_scale:
-            grad_scores.mul_(sharpness)
         shape = (count, size, -1)
         product = torch.bmm(agreement.view(shape), soft.view(shape).mT)
         products.append(product.baddbmm_(scores.view(shape), grad_scores.view(shape).mT).reshape(-1))
     return torch.cat(products)
-
-
-def _sharpness(group_means: Tensor, blocks: int) -> Tensor:
-    """Returns the factor of scores before the softmax, ``[groups, 1, O]``: 1 / mean score of the group.
-
-    A group's mean counts as at least `FLOOR` times the mean of its block in the same row; if all scores of a block in a
-    row are 0, the factor is 0. The gradient treats the factor as a constant.
-    """
-    by_block = group_means.unflatten(0, (blocks, -1))
-    floor = by_block.mean(1, keepdim=True) * FLOOR
-    return torch.where(floor > 0, torch.maximum(by_block, floor).reciprocal(), 0).flatten(0, 1)
 
 
 TILE = 1 << 19  # weights per tile on a CPU: temporaries stay in the cache, five times faster than whole weights
@@ -249,7 +231,7 @@ def supports(weight: Tensor, scale: Tensor) -> bool:
 nm_mask_backward = operator(
     lambda grad, weight, importance, index, blocks, *_: importance.scale.new_empty(sum(size**2 for size in blocks)),
     launcher=nm_mask_backward_triton,
-    supports=lambda grad, weight, importance, index, blocks, group, group_scale: (
+    supports=lambda grad, weight, importance, index, blocks, group: (
         supports(weight, importance.scale) and takes(weight, blocks, group)
     ),
 )(nm_mask_backward_reference)

@@ -13,18 +13,12 @@ What keeps the instructions per weight few:
 - The channels of a tile are in slot-major order: slot 0 of every group, then slot 1, and so on. The width of loads is
   limited, so that one thread holds all slots of its groups (of up to 4) and the softmax needs no data of other threads.
 - Both terms of dP are one product, whose inner dimension alternates between them, ``[M_soft dS_hat] [A S]^T``: each
-  operand is rounded to bfloat16 and written to shared memory once.
-- With ``group_scale`` the exponents are between 0 and ``GROUP``, so that their maximum need not be subtracted.
+  operand's halves are written to shared memory once.
 - 1 / x is the square of a reciprocal square root: two instructions in place of the eight of a division.
 
-Precision: with ``group_scale`` and weights of 16 bits, operands of the product are rounded to bfloat16. A test checks
-that this turns the direction of dP no further than the rounding of W and dL/dW_eff to bfloat16 did, also where most of
-dP cancels. For float32, and without ``group_scale``, where M_soft may be nearly flat, each operand is split into two
-bfloat16 halves, and three of the four products of halves are added: the relative error is at most 2^-16 per product;
-TF32's is 2^-10.
-Floor: 4 bytes per weight at 16 bits; 4 TILE_C floating-point operations per weight, 12 TILE_C if operands are split.
-
-With ``group_scale``, a block whose mean score is below ten times the smallest normal float32 gets a smaller factor.
+Precision: M_soft may be nearly flat, so each operand is split into two bfloat16 halves, and three of the four products
+of halves are added: the relative error is at most 2^-16 per product; TF32's is 2^-10.
+Floor: 4 bytes per weight at 16 bits; 12 TILE_C floating-point operations per weight.
 """
 
 from __future__ import annotations
@@ -41,7 +35,6 @@ from permtriton.kernels.launch import Config, builtin, jit, tl, triton
 
 # Most padded channels of a tile: tiles of 128 would spill registers on sm_80 and overflow sm_100's tensor memory.
 TILE = 64
-FLOOR = 0.1  # a group's mean score counts as at least this share of its block's, or dead channels would dominate
 LEAST_ROWS = 512  # at most one split of the rows of W per this many of them
 ROWS_STEP = 64  # the rows of a split are a multiple of it: the largest TILE_O
 ALIGN = 16  # wide loads need rows, strides and block sizes that are multiples of it
@@ -88,33 +81,15 @@ def _inverse(x):
 
 
 @jit
-def _softmax_of_groups(
-    agreement, scores, per_channel, GROUP: tl.constexpr, GROUP_SCALE: tl.constexpr, FLOOR: tl.constexpr,
-    TILE_C: tl.constexpr, TILE_O: tl.constexpr,
-):  # fmt: skip
-    """(M_soft, dS_hat) of a tile in permuted order, slot-major, both ``[TILE_C, TILE_O]``.
-
-    ``per_channel`` is 1 / the number of channels of the block, which may be fewer than TILE_C.
-    """
+def _softmax_of_groups(agreement, scores, GROUP: tl.constexpr, TILE_C: tl.constexpr, TILE_O: tl.constexpr):
+    """(M_soft, dS_hat) of a tile in permuted order, slot-major, both ``[TILE_C, TILE_O]``."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    SMALLEST: tl.constexpr = 1.1754943508222875e-38  # the smallest normal float32
     grouped = tl.reshape(scores, [GROUP, TILE_C // GROUP, TILE_O])
     grads = tl.reshape(agreement, [GROUP, TILE_C // GROUP, TILE_O])
-    if GROUP_SCALE:
-        sums = tl.sum(grouped, 0)
-        floor = tl.sum(sums, 0) * per_channel * FLOOR
-        alive = tl.minimum(floor, SMALLEST) * (1 / SMALLEST)  # 0 if all scores are; below 1 if floor is subnormal
-        mean = tl.maximum(sums * (1.0 / GROUP), tl.maximum(floor, SMALLEST)[None, :])
-        sharpness = _inverse(mean) * alive[None, :]
-        weights = tl.exp2(grouped * (sharpness * LOG2E)[None, :, :])
-    else:
-        weights = tl.exp2((grouped - tl.max(grouped, 0)[None, :, :]) * LOG2E)
+    weights = tl.exp2((grouped - tl.max(grouped, 0)[None, :, :]) * LOG2E)
     soft = weights * _inverse(tl.sum(weights, 0))[None, :, :]
     common = tl.sum(grads * soft, 0)
-    if GROUP_SCALE:
-        grad_scores = soft * (grads * sharpness[None, :, :] - (common * sharpness)[None, :, :])
-    else:
-        grad_scores = soft * (grads - common[None, :, :])
+    grad_scores = soft * (grads - common[None, :, :])
     return tl.reshape(soft, [TILE_C, TILE_O]), tl.reshape(grad_scores, [TILE_C, TILE_O])
 
 
@@ -141,17 +116,14 @@ def _rounded(x, INTERPRETED: tl.constexpr):
 
 
 @jit
-def _add_product(
-    product, left, right, EXACT: tl.constexpr, INTERPRETED: tl.constexpr, TILE_C: tl.constexpr, INNER: tl.constexpr
-):
+def _add_product(product, left, right, INTERPRETED: tl.constexpr, TILE_C: tl.constexpr, INNER: tl.constexpr):
     """product + left right^T, of float32 tiles that are flattened to ``[TILE_C, INNER]``."""
     left, right = tl.reshape(left, [TILE_C, INNER]), tl.reshape(right, [TILE_C, INNER])
     left_high, right_high = _rounded(left, INTERPRETED), _rounded(right, INTERPRETED)
-    if EXACT:
-        left_low = _rounded(left - left_high.to(tl.float32), INTERPRETED)
-        right_low = _rounded(right - right_high.to(tl.float32), INTERPRETED)
-        product = tl.dot(left_low, tl.trans(right_high), product)
-        product = tl.dot(left_high, tl.trans(right_low), product)
+    left_low = _rounded(left - left_high.to(tl.float32), INTERPRETED)
+    right_low = _rounded(right - right_high.to(tl.float32), INTERPRETED)
+    product = tl.dot(left_low, tl.trans(right_high), product)
+    product = tl.dot(left_high, tl.trans(right_low), product)
     return tl.dot(left_high, tl.trans(right_high), product)
 
 
@@ -159,9 +131,8 @@ def _add_product(
 def _nm_mask_bwd_kernel(
     grad_ptr, weight_ptr, scale_ptr, row_ptr, column_ptr, index_ptr, partial_ptr,
     first, size, rows, steps, offset, total, grad_channel_stride, channel_stride,
-    GROUP: tl.constexpr, POWER: tl.constexpr, STATISTICS: tl.constexpr, GROUP_SCALE: tl.constexpr, FLOOR: tl.constexpr,
-    EXACT: tl.constexpr, INTERPRETED: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, ROWS_STEP: tl.constexpr,
-    VECTOR: tl.constexpr, TILE_C: tl.constexpr, TILE_O: tl.constexpr,
+    GROUP: tl.constexpr, POWER: tl.constexpr, STATISTICS: tl.constexpr, INTERPRETED: tl.constexpr, FULL: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS_STEP: tl.constexpr, VECTOR: tl.constexpr, TILE_C: tl.constexpr, TILE_O: tl.constexpr,
 ):  # fmt: skip
     # The launcher divided these by ALIGN: so the compiler knows the products to be multiples of it, and loads are wide.
     first, size, rows, offset, total = first * ALIGN, size * ALIGN, rows * ALIGN, offset * ALIGN, total * ALIGN
@@ -187,10 +158,10 @@ def _nm_mask_bwd_kernel(
             grad_ptr, weight_ptr, row_ptr, channel, scale, column, valid, o_start, end, grad_channel_stride,
             channel_stride, POWER, STATISTICS, FULL, VECTOR, TILE_O,
         )  # fmt: skip
-        soft, grad_scores = _softmax_of_groups(agreement, scores, 1.0 / size, GROUP, GROUP_SCALE, FLOOR, TILE_C, TILE_O)
+        soft, grad_scores = _softmax_of_groups(agreement, scores, GROUP, TILE_C, TILE_O)
         # One product for both terms: its inner dimension alternates between them.
         left, right = tl.join(soft, grad_scores), tl.join(agreement, scores)
-        product = _add_product(product, left, right, EXACT, INTERPRETED, TILE_C, 2 * TILE_O)
+        product = _add_product(product, left, right, INTERPRETED, TILE_C, 2 * TILE_O)
     # The product is [position, c], slot-major; dP is [c, position], with c in base order.
     product = tl.permute(tl.reshape(product, [GROUP, TILE_C // GROUP, TILE_C]), (2, 1, 0))
     block_ptr = partial_ptr + split * total + offset + block * size * size
@@ -211,7 +182,6 @@ def nm_mask_backward_triton(
     index: Tensor,
     blocks: Sequence[int],
     group: int,
-    group_scale: bool,
 ) -> Tensor:
     """Computes `nm_mask_backward_reference` of a float32 ``importance.scale`` and sizes that `takes` accepts."""
     grad, weight = _input_major(grad), _input_major(weight)
@@ -223,8 +193,7 @@ def nm_mask_backward_triton(
     partial = torch.empty((splits, total), dtype=torch.float32, device=weight.device)
     tensors = (grad, weight, *factors.contiguous(), index.contiguous(), partial)
     options = {
-        "GROUP": group, "POWER": factors.power, "STATISTICS": factors.row is not None, "GROUP_SCALE": group_scale,
-        "FLOOR": FLOOR, "EXACT": weight.dtype == torch.float32 or not group_scale,
+        "GROUP": group, "POWER": factors.power, "STATISTICS": factors.row is not None,
         "INTERPRETED": triton.knobs.runtime.interpret, "ALIGN": ALIGN, "ROWS_STEP": ROWS_STEP,
         "num_stages": config.num_stages,
     }  # fmt: skip

@@ -85,7 +85,6 @@ RECIPES: dict[str, Recipe] = {
                 init="random",
                 clamp=1.0,
                 gradient="published",
-                group_scale=False,
                 loss="before_norm",
                 tau_end=0.1,
                 tau_falls="epoch",

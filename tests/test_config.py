@@ -52,7 +52,6 @@ OTHER = {
     "learn_init": "random",
     "learn_clamp": 2.0,
     "learn_gradient": "published",
-    "learn_group_scale": False,
     "learn_tau_falls": "epoch",
     "learn_keep": "last",
     "learn_loss": "kl",
@@ -175,7 +174,7 @@ def test_the_papers_recipe_is_its_code_to_the_letter():
     assert (config.importance, config.recipe) == ("wanda", "learned,mask")
     assert (learn.block_size, learn.sinkhorn_rounds, learn.epochs, learn.batch_size) == (64, 5, 50, 16)
     assert (learn.tau_start, learn.tau_end, learn.weight_decay) == (1.0, 0.1, 0.1)
-    assert (learn.init, learn.clamp, learn.group_scale, learn.keep) == ("random", 1.0, False, "last")
+    assert (learn.init, learn.clamp, learn.keep) == ("random", 1.0, "last")
     assert config.calibration == CalibrationConfig("c4", 128, 1024)
 
 

@@ -66,9 +66,9 @@ class Step:
         curvatures = random_curvatures(self.plan, self.model) if options.gradient == "placement" else None
         objective = Objective("cosine", self.model, self.ids, self.target)
         known = {"importances": importances, "objective": objective, "low_memory": not keep}
-        run, scaled = Known(self.model, self.plan, self.ids, config, **known), options.group_scale
+        run = Known(self.model, self.plan, self.ids, config, **known)
         with (
-            masked_model(run, relaxation, curvatures, group_scale=scaled) as self.masks,
+            masked_model(run, relaxation, curvatures) as self.masks,
             mock.patch.object(torch.optim, "AdamW", return_value=optimizer),
         ):
             self.trainer = OrderTrainer(run, options, self.masks, relaxation)

@@ -90,15 +90,7 @@ def dense_permutation(units: int, blocks: list[tuple[int, Tensor]], copies: Tens
     return whole
 
 
-def group_scales(grouped: Tensor, block_of_group: Tensor) -> Tensor:
-    """Each group's mean score, but at least a tenth of its block's; ``grouped`` is ``[out, groups, group]``."""
-    means = grouped.mean(2)
-    members = (block_of_group[:, None] == block_of_group[None, :]).to(means.dtype)
-    floors = 0.1 * means @ members / members.sum(0)
-    return torch.maximum(means, floors).unsqueeze(2).detach()
-
-
-def dense_weight(weight: Tensor, importance, soft: Tensor, index: Tensor, block_of: Tensor | None) -> Tensor:
+def dense_weight(weight: Tensor, importance, soft: Tensor, index: Tensor) -> Tensor:
     """The masked weight by dense products, with the rules that `permtriton.kernels.nm_mask` states.
 
     Args:
@@ -106,7 +98,6 @@ def dense_weight(weight: Tensor, importance, soft: Tensor, index: Tensor, block_
         importance: of it.
         soft: the whole soft permutation, ``[channels, channels]``.
         index: the hard one.
-        block_of: number of each channel's block, where scores are scaled by group; None where they are not.
     """
     hard = torch.zeros_like(soft)
     hard[index, torch.arange(index.numel())] = 1
@@ -114,8 +105,7 @@ def dense_weight(weight: Tensor, importance, soft: Tensor, index: Tensor, block_
     scores = importance.scores(weight.t()).t().to(soft.dtype) @ matrix
     grouped = scores.unflatten(1, (-1, PATTERN.group))
     top = torch.zeros_like(grouped).scatter_(2, grouped.topk(PATTERN.kept, dim=2).indices, 1.0).flatten(1)
-    scale = 1.0 if block_of is None else group_scales(grouped, block_of[:: PATTERN.group])
-    mask_soft = (grouped / scale).softmax(2).flatten(1)
+    mask_soft = grouped.softmax(2).flatten(1)
     return weight.detach() * straight_through(top @ hard.T, mask_soft @ matrix.T)
 
 
@@ -123,7 +113,7 @@ def dense_weight(weight: Tensor, importance, soft: Tensor, index: Tensor, block_
     ("method", "changes"),
     [
         ("wanda", {}),
-        pytest.param("ria", {"group_scale": False, "init": "random", "clamp": 1.0}, marks=pytest.mark.slow),
+        pytest.param("ria", {"init": "random", "clamp": 1.0}, marks=pytest.mark.slow),
         pytest.param("obs", {"sinkhorn_rounds": 0}, marks=pytest.mark.slow),
         pytest.param("wanda", {"block_size": 4096}, marks=pytest.mark.slow),
     ],
@@ -146,13 +136,10 @@ def test_gradient_is_that_of_dense_permutation_matrices(monkeypatch, method, cha
             blocks.append((start, soft[place][row].double()))
         copies = torch.stack([(site.units == unit).nonzero().flatten() for unit in range(space.units)])
         matrix = dense_permutation(space.units, blocks, copies)
-        index, block_of = torch.empty(site.channels, dtype=torch.int64), torch.empty(site.channels)
-        for copy_number, channels in enumerate(copies.T):
+        index = torch.empty(site.channels, dtype=torch.int64)
+        for channels in copies.T:
             index[channels] = channels[indices[space.name]]
-            for number, (start, block) in enumerate(blocks):
-                block_of[channels[start : start + block.shape[0]]] = copy_number * len(blocks) + number
         weight = linear_module(exact.model, name).weight
-        scaled = block_of if options.group_scale else None
-        weights[name] = dense_weight(weight, exact.importances[name], matrix, index, scaled)
+        weights[name] = dense_weight(weight, exact.importances[name], matrix, index)
     exact.loss(weights).backward()
     assert_close_gradients(found, [parameter.grad for parameter in relaxation.parameters()], 1e-4)

@@ -72,18 +72,10 @@ def test_forward_equals_dense_matrices(pattern, form, dtype, column_major):
     assert mask.unflatten(1, (-1, group)).sum(2).eq(pattern.kept).all()
 
 
-def dense_gradient(
-    weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], group_scale: bool, grad: Tensor
-) -> Tensor:
-    """Autograd through ``W * (M_soft P^T)`` with dense matrices, at the hard P; a group's mean, at least 0.1 of
-    its block's, counts as a constant."""
+def dense_gradient(weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], grad: Tensor) -> Tensor:
+    """Autograd through ``W * (M_soft P^T)`` with dense matrices, at the hard P."""
     matrix = matrix_of(index).requires_grad_()
     scores = (dense_scores(weight, factors) @ matrix).unflatten(1, (-1, 4))
-    if group_scale:
-        means = scores.mean(2).detach()
-        by_block = means.split([size // 4 for size in sizes], dim=1)
-        floors = torch.cat([0.1 * block.mean(1, keepdim=True).expand_as(block) for block in by_block], 1)
-        scores = scores / torch.maximum(means, floors).unsqueeze(2)
     (weight.double() * (scores.softmax(2).flatten(1) @ matrix.T)).backward(grad.double())
     blocks, start = [], 0
     for size in sizes:
@@ -94,15 +86,15 @@ def dense_gradient(
 
 @pytest.mark.parametrize("sizes", [[8, 8, 8], [8, 4, 12, 8]])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("group_scale", "column_major"), [(False, True), (True, False)])
-def test_gradient_equals_autograd_through_dense_matrices(sizes, form, group_scale, column_major):
+@pytest.mark.parametrize("column_major", [False, True])
+def test_gradient_equals_autograd_through_dense_matrices(sizes, form, column_major):
     rows, channels = 11, sum(sizes)
     weight = torch.randn(rows, channels, generator=rng(1), dtype=torch.float64)
     weight = weight.T.contiguous().T if column_major else weight
     factors, index = factors_of(form, rows, channels, torch.float64), block_index(sizes, 5)
     grad = torch.randn(rows, channels, generator=rng(2), dtype=torch.float64)
-    found = nm_mask_backward(grad, weight, factors, index, sizes, 4, group_scale)
-    expected = dense_gradient(weight, factors, index, sizes, group_scale, grad)
+    found = nm_mask_backward(grad, weight, factors, index, sizes, 4)
+    expected = dense_gradient(weight, factors, index, sizes, grad)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-10)
 
@@ -120,17 +112,15 @@ def test_the_size_of_a_tile_changes_nothing(tile, column_major, monkeypatch):
     matrix = matrix_of(index)
     mask = dense_mask(dense_scores(weight, factors) @ matrix, TWO_FOUR)
     assert torch.equal(nm_mask(weight, factors, index, sizes, TWO_FOUR), weight * (mask @ matrix.T))
-    found = nm_mask_backward(grad, weight, factors, index, sizes, 4, False)
-    torch.testing.assert_close(
-        found, dense_gradient(weight, factors, index, sizes, False, grad), atol=1e-11, rtol=1e-10
-    )
+    found = nm_mask_backward(grad, weight, factors, index, sizes, 4)
+    torch.testing.assert_close(found, dense_gradient(weight, factors, index, sizes, grad), atol=1e-11, rtol=1e-10)
 
 
 def test_a_mask_step_along_the_gradient_lowers_a_linear_loss():
     """The sign and the orientation of dP: swapping the pair that it favours must lower ``sum(G * W_eff)``."""
     weight = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.4, 0.3, 0.2, 0.1]])
     grad, factors = -torch.ones(1, 8), ImportanceFactors(1, torch.ones(8))
-    grad_matrix = nm_mask_backward(grad, weight, factors, torch.arange(8), [8], 4, False).view(8, 8)
+    grad_matrix = nm_mask_backward(grad, weight, factors, torch.arange(8), [8], 4).view(8, 8)
     swap = torch.tensor([0, 1, 4, 3, 2, 5, 6, 7])
 
     def loss(index: Tensor) -> Tensor:
@@ -141,9 +131,8 @@ def test_a_mask_step_along_the_gradient_lowers_a_linear_loss():
     assert loss(swap) < loss(torch.arange(8))
 
 
-@pytest.mark.parametrize("group_scale", [False, True])
 @pytest.mark.parametrize("dead", ["weight group", "all weights", "statistics of scattered channels", "all statistics"])
-def test_zeros_give_finite_gradients(dead, group_scale):
+def test_zeros_give_finite_gradients(dead):
     weight, scale = torch.randn(32, 16, generator=rng(1)), torch.rand(16, generator=rng(2)) + 0.5
     if dead == "weight group":
         weight[:, 4:8] = 0
@@ -154,5 +143,5 @@ def test_zeros_give_finite_gradients(dead, group_scale):
     else:
         scale[:] = 0
     grad = torch.randn(32, 16, generator=rng(3))
-    found = nm_mask_backward(grad, weight, ImportanceFactors(1, scale), torch.arange(16), [16], 4, group_scale)
+    found = nm_mask_backward(grad, weight, ImportanceFactors(1, scale), torch.arange(16), [16], 4)
     assert found.isfinite().all()

@@ -110,7 +110,7 @@ def test_empty_inputs_have_empty_results_or_zeros():
     weight, flat = torch.empty(0, 8), RankOneCurvature(torch.empty(0), torch.ones(8))
     assert nm_mask(weight, *order, [8], NMPattern(2, 4)).shape == (0, 8)
     for gradient in (
-        nm_mask_backward(weight, weight, *order, [8], 4, True),
+        nm_mask_backward(weight, weight, *order, [8], 4),
         placement_gradient(weight, weight, *order, [8], NMPattern(2, 4), flat),
     ):
         assert torch.equal(gradient, torch.zeros(64))

@@ -104,7 +104,7 @@ def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtyp
     """The gradient of the soft permutation of `nm_mask_case`."""
     return Case(
         "nm_mask backward", f"{out_features}x{in_features}", dtype,
-        lambda random: (*_of_learning(random, out_features, in_features, dtype), PATTERN.group, True),
+        lambda random: (*_of_learning(random, out_features, in_features, dtype), PATTERN.group),
         nm_mask.nm_mask_backward, in_float64(nm_mask.nm_mask_backward_reference), 2e-2,
         2 * out_features * in_features * dtype.itemsize + in_features * BLOCK * 4,
         {"nm_mask_backward": nm_mask_backward_triton.CONFIGS}, 2 * 2 * out_features * in_features * BLOCK,

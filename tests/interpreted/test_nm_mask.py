@@ -86,25 +86,23 @@ def test_forward_writes_every_weight():
 
 
 BACKWARD = [
-    ([16, 16, 48], 4, 160, "input-major", "power 2", False),
-    ([64, 32], 8, 32, "input-major", "power 2", False),
-    ([32, 32, 16], 4, 80, "input-major", "row and column", False),
-    ([16], 2, 48, "row-major", "power 2", True),
-    ([48, 16], 16, 16, "input-major", "row and column", True),
-    ([64], 32, 16, "strided", "row and column", True),
+    ([16, 16, 48], 4, 160, "input-major", "power 2"),
+    ([64, 32], 8, 32, "input-major", "power 2"),
+    ([32, 32, 16], 4, 80, "input-major", "row and column"),
+    ([16], 2, 48, "row-major", "power 2"),
+    ([48, 16], 16, 16, "input-major", "row and column"),
+    ([64], 32, 16, "strided", "row and column"),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "group", "rows", "layout", "form", "group_scale"), BACKWARD)
-def test_backward_is_close_to_the_reference_in_float64(sizes, group, rows, layout, group_scale, form):
+@pytest.mark.parametrize(("sizes", "group", "rows", "layout", "form"), BACKWARD)
+def test_backward_is_close_to_the_reference_in_float64(sizes, group, rows, layout, form):
     channels = sum(sizes)
     grad, weight = (laid_out(torch.randn(rows, channels), layout) for _ in range(2))
     factors, index = factors_of(form, rows, channels), block_index(sizes)
-    found = backward.nm_mask_backward_triton(grad, weight, factors, index, sizes, group, group_scale)
+    found = backward.nm_mask_backward_triton(grad, weight, factors, index, sizes, group)
     doubles = in_float64(factors)
-    expected = file.nm_mask_backward_reference(
-        grad.double(), weight.double(), doubles, index, sizes, group, group_scale
-    )
+    expected = file.nm_mask_backward_reference(grad.double(), weight.double(), doubles, index, sizes, group)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
 
@@ -119,7 +117,7 @@ def test_backward_over_splits_and_dtypes(dtype, splits, sizes, rows, monkeypatch
     monkeypatch.setattr(backward, "config_for", lambda op, configs, shape, dtype: config)
     monkeypatch.setattr(backward, "LEAST_ROWS", 100)
     grad, weight = (laid_out(torch.randn(rows, sum(sizes)).to(dtype), "input-major") for _ in range(2))
-    arguments = (factors_of("row and column", rows, sum(sizes)), block_index(sizes), sizes, 4, True)
+    arguments = (factors_of("row and column", rows, sum(sizes)), block_index(sizes), sizes, 4)
     found = backward.nm_mask_backward_triton(grad, weight, *arguments)
     expected = file.nm_mask_backward_reference(grad, weight, *arguments)
     tolerance = TOLERANCE if dtype == torch.float32 else SHORT_TOLERANCE
@@ -138,16 +136,8 @@ def angle(found: Tensor, expected: Tensor) -> float:
     )
 
 
-@pytest.mark.parametrize(
-    ("hard", "group_scale"),
-    [
-        ("nothing", False),
-        ("rows cancel to 5%", True),
-        ("weights within 20%", True),
-        ("gradients all of one sign", True),
-    ],
-)
-def test_short_products_keep_the_direction_of_the_gradient(hard, group_scale):
+@pytest.mark.parametrize("hard", ["nothing", "rows cancel to 5%", "weights within 20%", "gradients all of one sign"])
+def test_short_products_keep_the_direction_of_the_gradient(hard):
     """Rounded operands turn dP no further than it was turned when the weights and gradients were rounded."""
     rows = 192
     grad, weight = torch.randn(rows, 64), torch.randn(rows, 64) * 0.02
@@ -157,7 +147,7 @@ def test_short_products_keep_the_direction_of_the_gradient(hard, group_scale):
         weight = weight.sign() * (1 + torch.rand(rows, 64) / 5)
     elif hard == "gradients all of one sign":
         grad = grad.abs() + 10
-    arguments = (factors_of("power 1", rows, 64), block_index([64]), [64], 4, group_scale)
+    arguments = (factors_of("power 1", rows, 64), block_index([64]), [64], 4)
     exact = file.nm_mask_backward_reference(grad.double(), weight.double(), in_float64(arguments[0]), *arguments[1:])
     grad, weight = (laid_out(values.bfloat16(), "input-major") for values in (grad, weight))
     rounded = file.nm_mask_backward_reference(grad.double(), weight.double(), in_float64(arguments[0]), *arguments[1:])
@@ -171,7 +161,7 @@ def test_short_products_keep_the_direction_of_the_gradient(hard, group_scale):
 def test_backward_in_every_configuration(number, monkeypatch):
     monkeypatch.setattr(backward, "config_for", lambda op, configs, shape, dtype: configs[number])
     grad, weight = (laid_out(torch.randn(144, 64), "input-major") for _ in range(2))
-    arguments = (factors_of("power 1", 144, 64), block_index([64]), [64], 4, True)
+    arguments = (factors_of("power 1", 144, 64), block_index([64]), [64], 4)
     found = backward.nm_mask_backward_triton(grad, weight, *arguments)
     expected = file.nm_mask_backward_reference(grad, weight, *arguments)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
@@ -188,12 +178,11 @@ def test_which_sizes_the_backward_kernel_takes(rows, blocks, group, fits):
     assert backward.takes(torch.empty(rows, sum(blocks)), blocks, group) == fits
 
 
-@pytest.mark.parametrize("group_scale", [False, True])
 @pytest.mark.parametrize("dead", ["weights", "statistics"])
-def test_zeros_give_finite_gradients(dead, group_scale):
+def test_zeros_give_finite_gradients(dead):
     weight, grad = torch.randn(16, 16), torch.randn(16, 16)
     scale = torch.ones(16)
     (weight if dead == "weights" else scale).zero_()
-    arguments = (weight, ImportanceFactors(1, scale), block_index([16]), [16], 4, group_scale)
+    arguments = (weight, ImportanceFactors(1, scale), block_index([16]), [16], 4)
     found = backward.nm_mask_backward_triton(grad, *arguments)
     torch.testing.assert_close(found, file.nm_mask_backward_reference(grad, *arguments), rtol=TOLERANCE, atol=TOLERANCE)

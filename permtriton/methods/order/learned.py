@@ -84,11 +84,6 @@ class Learned(Step):
         "Gradient of the permutations: placement (estimated change of the loss for each channel at each position, to "
         "second order) or published (the paper's, through a softmax over each group).",
     )
-    group_scale: bool = option(
-        True,
-        "Divide scores by the mean of their group before the softmax of the published gradient.",
-        needs={"learn_gradient": ("published",)},
-    )
     keep: Literal["best", "last"] = option(
         "best",
         "Epoch to keep: best (lowest loss under the hard permutation, the initial order included) or last.",
@@ -150,7 +145,7 @@ class Learned(Step):
         objective, state = run.objective(self), run.state(self.name)
         curvature_by_linear = curvatures(run, objective.kind) if self.gradient == "placement" else None
         relaxation = self.relaxation(spaces, run.config.seed, run.placement.spread_on or run.model.device)
-        with masked_model(run, relaxation, curvature_by_linear, group_scale=self.group_scale) as masks:
+        with masked_model(run, relaxation, curvature_by_linear) as masks:
             trainer = OrderTrainer(run, self, masks, relaxation)
             with run.progress.stage("learn", self.epochs * trainer.steps_per_epoch) as advance:
                 return trainer.run(state, advance)

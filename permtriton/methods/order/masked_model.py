@@ -41,7 +41,6 @@ class _MaskedWeight(nn.Module):
     Args:
         sizes: sizes of the site's blocks, in channel order.
         curvature: curvature of the loss; None for the published gradient.
-        group_scale: whether the published gradient divides scores by the mean of their group.
     """
 
     def __init__(
@@ -51,13 +50,12 @@ class _MaskedWeight(nn.Module):
         sizes: list[int],
         pattern: NMPattern,
         curvature: RankOneCurvature | None,
-        group_scale: bool,
     ) -> None:
         super().__init__()
         self._weight = (linear.get_parameter("weight"),)  # in a tuple, so that it does not become a parameter
         self.in_out = isinstance(linear, Conv1D)  # whether the weight is stored ``[in_features, out_features]``
         self._importance, self._sizes, self._pattern, self._curvature = importance, sizes, pattern, curvature
-        self._group_scale, scale = group_scale, importance.scale
+        scale = importance.scale
         self.set(identity(sum(sizes)).to(scale.device), scale.new_empty(0), keep=False)
 
     @torch.no_grad()
@@ -96,7 +94,7 @@ class _MaskedWeight(nn.Module):
     def gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         arguments = (self._oriented(grad), self._oriented(weight), self._importance, self.index, self._sizes)
         if self._curvature is None:
-            return nm_mask_backward(*arguments, self._pattern.group, self._group_scale).to(self.soft.dtype)
+            return nm_mask_backward(*arguments, self._pattern.group).to(self.soft.dtype)
         curvature = RankOneCurvature(self._curvature.row * self._curved, self._curvature.column)
         return placement_gradient(*arguments, self._pattern, curvature).to(self.soft.dtype)
 
@@ -180,8 +178,6 @@ def masked_model(
     run: Run,
     relaxation: Relaxation,
     curvatures: Mapping[str, RankOneCurvature] | None = None,
-    *,
-    group_scale: bool = True,
 ) -> Iterator[LearnedMasks]:
     """Inside the context, masks every pruned linear, freezes the model and applies `Run.recomputing`.
 
@@ -208,7 +204,7 @@ def masked_model(
                 device = spread_on or module.get_parameter("weight").device
                 importance = importances[name].of_rows(slice(None), device)
                 curvature = curvatures[name].to(device) if curvatures else None
-                weight = _MaskedWeight(module, importance, sizes, pattern, curvature, group_scale)
+                weight = _MaskedWeight(module, importance, sizes, pattern, curvature)
                 weights.append(weight)
                 stack.enter_context(_parametrized(module, weight, weight.in_out or spread_on is not None))
             if blocks:
