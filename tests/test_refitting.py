@@ -52,16 +52,6 @@ def test_targets_of_the_dense_model_bring_the_pruned_one_closer(option, name):
     assert errors[1] < 0.95 * errors[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "said"), [("gpt_neox", {}, 1), ("gpt_neox", {"residual_targets": 0}, 0), ("gemma2", {}, 0)]
-)
-@pytest.mark.slow
-def test_residual_targets_without_effect_are_said(name, options, said):
-    progress = Recording()
-    Problem(*zoo.planned(name), ids=zoo.token_ids(2, 8)).refit(progress, **options)
-    assert sum("output is added to the residual stream" in line for line in progress.lines) == said
-
-
 def sharing_weights() -> PreTrainedModel:
     """Its layers' inputs come from the whole model, the dense one with the weights from before."""
     model = zoo.tiny_llama(num_hidden_layers=3, vocab_size=zoo.VOCABULARY)
