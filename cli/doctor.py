@@ -19,7 +19,7 @@ from permtriton.cli.options import Json
 from permtriton.cli.self_test import FAILS, self_test
 from permtriton.kernels import autotune
 from permtriton.kernels import sparse_linear_mma as mma
-from permtriton.kernels.launch import triton
+from permtriton.kernels.launch import has_kernels, triton
 from permtriton.kernels.quantize import has_float8
 from permtriton.util.extras import EXTRAS, install_command
 from permtriton.util.machine import versions
@@ -97,8 +97,8 @@ def _triton() -> str:
 def _kernels_run(gpus: Sequence[torch.device]) -> str:
     if not gpus:
         return "plain torch on the CPU"
-    if triton is None:
-        return "plain torch on CPU and GPU: the GPU kernels need triton"
+    if not any(map(has_kernels, gpus)):
+        return "plain torch: the kernels need triton and an NVIDIA GPU of compute capability 8.0 or newer"
     return "tensors on the GPU: Triton kernels; tensors on the CPU: plain torch"
 
 
