@@ -2,10 +2,7 @@
 
     python examples/own_step.py MODEL --data my-text.txt
 
-`permtriton.compile` takes the step in a list, as below; the command line by its file:
-
-    permtriton compile MODEL --recipe heuristic,own_step.py:Relative
-    permtriton compare MODEL --methods "wanda,sparsegpt,heuristic + own_step.py:Relative"
+`permtriton.compile` takes the step in a list, as below, and so does `permtriton.compare`.
 """
 
 import argparse

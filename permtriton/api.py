@@ -64,8 +64,8 @@ def compile(
 
     Args:
         model: folder, hub name, .gguf file or ``demo``; or a loaded transformers model, which is changed in place.
-        recipe: ``default``, ``best``, ``fast``, ``values`` or ``permllm``, or steps: their names separated by commas
-            (``my_steps.py:Mine`` for one of yours), or a list of them. `permtriton.recipes` describes them.
+        recipe: ``default``, ``best``, ``fast``, ``values`` or ``permllm``, or steps: their names separated by commas,
+            or a list of them, which may hold steps of yours. `permtriton.recipes` describes them.
         protocol: ``wanda`` or ``permllm`` for the calibration data of that paper: 128 sequences of 2048 or 1024 tokens
             of ``c4``, each from one document, without special tokens around it; options that are given take precedence.
         data: calibration data:

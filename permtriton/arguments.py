@@ -123,8 +123,8 @@ class CompileArgs(LoadArgs, HeldOutArgs):
 
     recipe: "str | Sequence[Step] | None" = _method(
         None,
-        "One of {recipes}, or steps separated by commas, such as heuristic,sparsegpt or, with a step of yours, "
-        "heuristic,my_steps.py:Mine; permtriton recipes describes them.",
+        "One of {recipes}, or steps separated by commas, such as heuristic,sparsegpt. permtriton recipes describes "
+        "them.",
     )
     output: str | Path | None = _running(None, "Folder to write; MODEL-NofM here by default.")
     save_format: str | None = _running(None, "{formats} By default dense.")
@@ -158,9 +158,8 @@ class CompareArgs(LoadArgs, MeasureArgs):
     )
     methods: Words = _method(
         None,
-        "Methods ({methods}), recipes, or steps joined by ' + ', such as 'heuristic + refit + distill' or, with a step "
-        "of yours, 'heuristic + my_steps.py:Mine', separated by commas; by default all methods, and the default recipe "
-        "with --ablate.",
+        "Methods ({methods}), recipes, or steps joined by ' + ', such as 'heuristic + refit + distill', separated by "
+        "commas; by default all methods, and the default recipe with --ablate.",
     )
     ablate: str | None = _method(
         None, "Run each method with several --values of one option, such as refit-exchanges.", metavar="OPTION"

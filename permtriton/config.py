@@ -129,13 +129,11 @@ class CommonConfig:
         4,
         "Sequences per forward and backward pass: fewer need less memory, for the same result.",
         minimum=1,
-        gradients=True,
     )
     activation_checkpointing: bool = _running(
         False,
         "Recompute activations in the backward pass, one layer at a time: less memory, more time. Without it, they are "
         "kept only where everything fits in half of the free memory.",
-        gradients=True,
     )
     mixed_precision: bool = _running(
         True,

@@ -135,8 +135,7 @@ def recipe_of(recipe: str | Sequence[Step]) -> Recipe:
     """Returns a recipe; one that is not in `RECIPES` consists of steps alone.
 
     Args:
-        recipe: a key of `RECIPES`, names of steps separated by commas (``file.py:Class`` or ``module:Class`` for a
-            user's step), or the steps themselves.
+        recipe: a key of `RECIPES`, names of steps separated by commas, or the steps themselves.
     """
     if not isinstance(recipe, str):
         if not isinstance(recipe, Sequence) or not all(Step in type(step).__mro__ for step in recipe):
@@ -152,7 +151,7 @@ def recipe_of(recipe: str | Sequence[Step]) -> Recipe:
         return RECIPES[recipe]
     known = {kind.name: kind for kind in steps.STEPS}
     names = [name.strip() for name in recipe.split(",")]
-    if unknown := [name for name in names if name not in known and ":" not in name]:
+    if unknown := [name for name in names if name not in known]:
         kind = "no step" if len(names) > 1 else "no recipe and no step"
         is_score = unknown[0] in get_args(ImportanceMethod)
         hint = f", but a score: write `recipe=mask` `importance={unknown[0]}`" * is_score
@@ -160,7 +159,7 @@ def recipe_of(recipe: str | Sequence[Step]) -> Recipe:
             f"recipe {shown(recipe)}: {shown(unknown[0])} is {kind}{hint}; the recipes are "
             f"{', '.join(RECIPES)}, the steps {', '.join(known)}"
         )
-    return Recipe(tuple((known.get(name) or steps.load(name))() for name in names))
+    return Recipe(tuple(known[name]() for name in names))
 
 
 def config_from(

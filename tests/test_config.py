@@ -251,11 +251,9 @@ def test_options_of_steps_that_do_not_run_are_refused(name, recipe):
 @pytest.mark.parametrize(
     ("option", "given", "wanted"),
     [
-        ("micro_batch_size", {"recipe": "heuristic,mask"}, "computes no gradients"),
         ("micro_batch_size", {"recipe": "heuristic,mask", "heuristic_row_weights": "fisher"}, None),
         ("micro_batch_size", {"recipe": "searched,mask"}, None),
         ("micro_batch_size", {"recipe": "sparsegpt,distill"}, None),
-        ("activation_checkpointing", {"recipe": "sparsegpt"}, "computes no gradients"),
         ("importance", {"recipe": "sparsegpt"}, "chooses its own mask"),
         ("importance", {"recipe": "sparsegpt", "sparsegpt_mask": "keep"}, None),
         ("importance", {"recipe": "heuristic,sparsegpt"}, None),

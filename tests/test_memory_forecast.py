@@ -94,7 +94,7 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     found = needs(model, plan, **learned)
     assert not found.low_memory
     assert (found.savings, found.largest) == ("", "learned")
-    most = found.added()
+    most = found.added
     for free, low_memory in ((most, False), (most - 2**20, True), (0, True)):
         free_memory(monkeypatch, free)
         other = needs(model, plan, **learned)
@@ -161,7 +161,7 @@ def test_activations_are_recomputed_unless_everything_fits_in_half_of_the_free_m
     kept, recomputed = spared(model, 10**12), spared(model, 0)
     assert (kept.recomputes, recomputed.recomputes) == (False, True)
     assert recomputed.stages["distill"] < kept.stages["distill"]
-    most = 2 * kept.added()
+    most = 2 * kept.added
     assert not spared(model, most).recomputes
     assert spared(model, most - 2).recomputes
     assert not spared(model, 0, recipe="mask").recomputes, "it has no backward pass"

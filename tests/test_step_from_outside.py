@@ -1,4 +1,4 @@
-"""Steps that permtriton does not know: in a list, and by the name of a file."""
+"""Steps that permtriton does not know, in a list."""
 
 import runpy
 import shutil
@@ -10,13 +10,11 @@ from transformers import AutoModelForCausalLM
 
 import permtriton
 from permtriton import methods
-from permtriton.cli import main
 from permtriton.methods import Heuristic, Mask, Refit, Stage, Step, steps
 
 from . import zoo
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_step.py"
-QUICK = ("--calibration", "text.txt", "--samples", "2", "--sequence-length", "16", "--eval-data", "none")
 
 
 @pytest.fixture(scope="module")
@@ -54,26 +52,6 @@ def test_options_by_name_reach_a_step_of_a_list(relative):
         permtriton.config_from({"relative_power": -1}, [relative()])
     with pytest.raises(permtriton.PermTritonError, match="unknown option 'relative_power'"):
         permtriton.compile("demo", recipe=[Mask()], relative_power=3)
-
-
-@pytest.mark.slow
-def test_a_step_is_named_by_its_file(here, monkeypatch, capsys):
-    """compile and compare take it where they take the name of a step; a file of options holds its options."""
-    (here / "my_steps.py").write_text(EXAMPLE.read_text(encoding="utf-8"))
-    config = permtriton.config_from({"relative_power": 2.0}, "heuristic,my_steps.py:Relative")
-    assert (config.recipe, config.steps[1].power) == ("heuristic,relative", 2.0)
-    assert permtriton.config_from({}, "my_steps:Relative").steps[0].name == "relative"
-    for name, words in (
-        ("my_steps.py:Mine", "cannot be imported"),
-        ("nowhere.py:Mine", "cannot be imported: No module named 'nowhere'"),
-        ("math:pi", "is no dataclass derived from permtriton.methods.Step"),
-    ):
-        with pytest.raises(permtriton.PermTritonError, match=words):
-            permtriton.config_from({}, name)
-    monkeypatch.setenv("COLUMNS", "200")
-    words = ["--eval-data", "text.txt", "--methods", "heuristic + my_steps.py:Relative"]
-    main.app(["compare", "tiny", *QUICK[:-2], *words], standalone_mode=False)
-    assert "my_steps.py:Relative" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from permtriton.driver.memory_forecast import GENERATION, Devices, estimate, keeps_more
+from permtriton.driver.memory_forecast import Devices, estimate, keeps_more
 from permtriton.errors import ConfigError
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.planning import Planned, plan_model
@@ -33,7 +33,7 @@ def place(start: Planned, device: torch.device, devices: Devices) -> tuple[Plann
     """
     memory = choose(start, devices)
     onloads = memory.placement is DevicePlacement.ONLOADED
-    if start.config.generated and any(ranks.gather(onloads and not memory.fits(devices.free, GENERATION))):
+    if start.config.generated and any(ranks.gather(onloads and not memory.fits(devices.free))):
         reason = f"the dense model writes text only where a GPU holds all of it, {format_bytes(start.sizes.model)}"
         start = replace(start, config=without_text(start.config, reason, start.workspace.progress))
         memory = choose(start, devices)

@@ -127,7 +127,7 @@ def refusal(needs: MemoryEstimate, devices: Devices, sizes: ModelSizes) -> str:
         place, added, free = "the host, where the model stays", host, devices.host
     elif not needs.fits(devices.free):
         place = f"each {devices.kind} device" if devices.count > 1 else devices.kind
-        added, free = needs.added(), devices.free
+        added, free = needs.added, devices.free
     else:
         return ""
     return (

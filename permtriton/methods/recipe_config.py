@@ -80,8 +80,6 @@ def no_effect_refusal(option: Option, config: CompileConfig) -> str:
     recipe = f"`recipe={config.recipe}`"
     if option.step and not config.has(option.step):
         return f"{recipe}: it is an option of the step {option.step}; leave it out, or add {option.step} to the recipe"
-    if option.gradients and not config.gradients:
-        return f"{recipe}, which computes no gradients: leave it out"
     if option.name == "importance" and not config.uses_importance:
         return f"{recipe}, which chooses its own mask: leave it out"
     if option.name == "generated" and not any(step.reads_generated for step in config.steps):

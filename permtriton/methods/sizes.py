@@ -51,13 +51,13 @@ class MemoryEstimate:
         second_model = self.model if self.placement is DevicePlacement.WHOLE else 0
         return self.program + self.model + max(second_model, *self.stages.values())
 
-    def added(self, stage: str | None = None) -> int:
-        """Returns the bytes that a stage, by default the largest, needs in addition to ``held``."""
-        return self.program + self.model + self.stages[stage or self.largest] - self.held
+    @property
+    def added(self) -> int:
+        """The bytes that the largest stage needs in addition to ``held``."""
+        return self.program + self.model + self.stages[self.largest] - self.held
 
-    def fits(self, free: int, stage: str | None = None) -> bool:
-        """Returns whether a stage, by default the largest, fits in ``free`` bytes."""
-        return self.added(stage) <= free
+    def fits(self, free: int) -> bool:
+        return self.added <= free
 
     @property
     def savings(self) -> str:

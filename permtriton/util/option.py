@@ -33,7 +33,6 @@ class Option:
     values: str = ""  # allowed values in words, if type, choices and limits do not describe them
     # name of another option -> its values with which this option has an effect; empty if it always has an effect
     needs: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict, hash=False)
-    gradients: bool = False  # whether only steps that compute gradients read the option
 
     @property
     def name(self) -> str:
