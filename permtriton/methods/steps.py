@@ -1,6 +1,7 @@
 """All steps that a recipe may name, in the order of their stages. **Add a method here.**"""
 
 from dataclasses import is_dataclass
+from typing import Any
 
 from permtriton.errors import shown
 from permtriton.methods.order.heuristic import Heuristic
@@ -18,7 +19,7 @@ from permtriton.methods.train.round import Round
 STEPS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Distill, Round)
 
 
-def problem_of(kind: type[Step]) -> str:
+def problem_of(kind: Any) -> str:
     """Returns why a class cannot be a step of a recipe, as the end of a sentence; empty if it can be one."""
     if not is_dataclass(kind):
         return "is no dataclass"
