@@ -121,8 +121,8 @@ def test_defaults_are_left_out():
     for given in (published, {"importance": "ria"}):
         command = command_of("org/model", config_from(given, "permllm"))
         assert command == "permtriton compile org/model --recipe permllm --importance ria --learn-learning-rate 0.005"
-    config = config_from({"seed": 3, "micro_batch_size": 2}, "mask")  # without gradients, it has no effect
-    assert command_of("org/model", config) == "permtriton compile org/model --recipe mask --seed 3"
+    config = config_from({"seed": 3, "importance": "ria"}, "sparsegpt")  # which chooses its own mask
+    assert command_of("org/model", config) == "permtriton compile org/model --recipe sparsegpt --seed 3"
 
 
 def test_the_recipe_is_named_as_it_was_typed():
