@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import permtriton
-from permtriton.model.expert_linears import RoutedExperts
-from permtriton.model.experts import unstacked_experts
+from permtriton.model.experts import RoutedExperts, unstacked_experts
 
 from . import zoo
 

@@ -1,4 +1,4 @@
-"""Experts that are stored, or called, in other ways than most: transposed, divided among them, sorted by expert."""
+"""Experts that are stored, or called, in other ways than most: transposed, or with an input for each of them."""
 
 import pytest
 import torch
@@ -11,10 +11,8 @@ from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.methods.measure.statistics import channel_norms
-from permtriton.model.expert_linears import input_dim
-from permtriton.model.experts import restack_experts, unstack_experts, unstacked_experts
+from permtriton.model.experts import input_dim, restack_experts, unstack_experts, unstacked_experts
 from permtriton.model.nm_checks import check_weight
-from permtriton.passes.plan import Destination
 from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress
 
@@ -24,14 +22,11 @@ from .zoo import find_plan
 STACKS = {
     "GptOssForCausalLM": ("experts.gate_up_proj", "experts.down_proj"),
     "Llama4ForCausalLM": ("experts.gate_up_proj", "experts.down_proj"),
-    "JetMoeForCausalLM": ("input_linear.weight", "output_linear.weight"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["AfmoeForCausalLM", "JetMoeForCausalLM", "SwitchTransformersForConditionalGeneration"]
-)
+@pytest.mark.parametrize("name", ["AfmoeForCausalLM", "SwitchTransformersForConditionalGeneration"])
 def test_a_router_that_is_a_linear_stays_dense(name):
     plan = find_plan(tiny.build(name), PATTERN)
     routers = {linear for linear, reason in plan.skipped.items() if "a router" in reason}
@@ -87,16 +82,6 @@ def test_each_expert_of_its_own_part_has_its_own_statistics():
     assert plan.skipped[router] == "weight of a Llama4Router, not of a linear layer"
 
 
-@pytest.mark.slow
-def test_experts_that_are_added_up_share_an_order():
-    """Each expert's sorted rows enter one tensor, so that the linears behind it have one order, and own statistics."""
-    plan = find_plan(tiny.build("JetMoeForCausalLM"), PATTERN, layout="fused")
-    sites = [site for site in plan.sites if site.name.startswith("model.layers.1.mlp.output_linear.")]
-    assert len(sites) == 4
-    assert len({id(site.space) for site in sites}) == 1
-    assert sites[0].space.placement is Destination.FOLDED
-
-
 class _Batched(nn.Module):
     """Experts of which each reads its own part, transposed."""
 
@@ -110,26 +95,14 @@ class _Batched(nn.Module):
         return self.scale * ((self.act_fn(gate) * up) @ self.down_proj).view(-1, 8)
 
 
-class _Sorted(nn.Module):
-    def __init__(self, scale=1.0):
-        super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.randn(3, 12, 8)), scale
-
-    def forward(self, inputs, expert_size):
-        parts = inputs.split(expert_size)
-        return self.scale * torch.cat([part @ weight.t() for part, weight in zip(parts, self.weight, strict=True)])
-
-
-@pytest.mark.parametrize("stack", [_Batched, _Sorted])
-def test_only_what_computes_the_same_is_unstacked(stack):
-    holder, other = Holder(stack()), Holder(stack(scale=2.0))
-    name = "weight" if stack is _Sorted else "down_proj"
-    assert input_dim(holder, f"experts.{name}") == (2 if stack is _Sorted else 1)
-    before = holder.experts.get_parameter(name).clone()
+def test_only_what_computes_the_same_is_unstacked():
+    holder, other = Holder(_Batched()), Holder(_Batched(scale=2.0))
+    assert input_dim(holder, "experts.down_proj") == 1
+    before = holder.experts.down_proj.clone()
     assert unstack_experts(holder) == {}
-    linear = holder.experts.linear(2, name)
+    linear = holder.experts.linear(2, "down_proj")
     linear.weight.data = linear.weight.data * 2
     restack_experts(holder)
-    assert torch.equal(holder.experts.get_parameter(name)[2], before[2] * 2)
-    assert torch.equal(holder.experts.get_parameter(name)[:2], before[:2])
-    assert "other outputs" in unstack_experts(other)[f"experts.{name}"]
+    assert torch.equal(holder.experts.down_proj[2], before[2] * 2)
+    assert torch.equal(holder.experts.down_proj[:2], before[:2])
+    assert "other outputs" in unstack_experts(other)["experts.down_proj"]

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from permtriton.model.expert_linears import input_dim
-from permtriton.model.experts import UnstackedExperts, restack_experts, stacked_name, unstack_experts
+from permtriton.model.experts import UnstackedExperts, input_dim, restack_experts, stacked_name, unstack_experts
 from permtriton.model.routing import Routing
 
 from . import zoo

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 
 import permtriton
 from permtriton.errors import ModelError, OutputError, VerificationError
-from permtriton.model.expert_linears import input_dim
+from permtriton.model.experts import input_dim
 from permtriton.model.modules import SparseLinear, replace_module
 from permtriton.util.sparsity import NMPattern
 

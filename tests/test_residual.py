@@ -189,25 +189,22 @@ def unconfirmed(model: nn.Module, plan: Plan, samples: Samples) -> set[str]:
     return {name for name in calls if additions.confirmed[name] != calls[name]}
 
 
-# Luke adds to what a module with submodules computes; PegasusX runs a linear twice; the branches of Jet are routed.
+# Luke adds to what a module with submodules computes; PegasusX runs a linear twice.
 @pytest.mark.parametrize(
-    ("name", "adds"),
+    "name",
     [
-        ("LlamaForCausalLM", True),
+        "LlamaForCausalLM",
         *(
-            pytest.param(name, adds, marks=pytest.mark.slow)
-            for name, adds in (
-                *(("LukeForMaskedLM", True), ("PegasusXForConditionalGeneration", True)),
-                *(("T5ForConditionalGeneration", True), ("JetMoeForCausalLM", False)),
-            )
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("LukeForMaskedLM", "PegasusXForConditionalGeneration", "T5ForConditionalGeneration")
         ),
     ],
 )
-def test_outputs_are_added_to_what_the_module_read(name, adds):
+def test_outputs_are_added_to_what_the_module_read(name):
     model = tiny.build(name).eval()
     with unstacked_experts(model):
         plan = find_plan(model, NMPattern(2, 4), skip_indivisible=True)
-        assert any(site.residual for site in plan.sites) == adds
+        assert any(site.residual for site in plan.sites)
         assert not unconfirmed(model, plan, Samples.of(tiny.inputs(model, samples=3)))
 
 

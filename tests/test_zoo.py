@@ -16,7 +16,7 @@ from permtriton.methods import planning
 SAMPLE = (
     # decoders
     "LlamaForCausalLM", "Gemma4ForCausalLM", "BartForCausalLM", "DbrxForCausalLM", "GptOssForCausalLM",
-    "GraniteMoeForCausalLM", "JetMoeForCausalLM", "MiniMaxForCausalLM",
+    "GraniteMoeForCausalLM", "MiniMaxForCausalLM",
     # latent attention
     "DeepseekV3ForCausalLM", "HYV4ForCausalLM", "MiniCPM3ForCausalLM",
     # state space and hybrids

@@ -27,7 +27,7 @@ from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format_writers import FormatWriter
 from permtriton.checkpoint.names import loaded_names
 from permtriton.errors import ModelError
-from permtriton.model.expert_linears import stacks
+from permtriton.model.experts import stacks
 
 LAYOUT, SCHEME = "float-quantized", "FP8_DYNAMIC"  # as compressed-tensors calls them
 

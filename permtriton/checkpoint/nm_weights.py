@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from permtriton.checkpoint.names import loaded_names, resolve_name
 from permtriton.checkpoint.read_record import Record, check_recorded, recorded_weights
 from permtriton.errors import listed
-from permtriton.model.expert_linears import input_dim, stacks
+from permtriton.model.experts import input_dim, stacks
 from permtriton.model.modules import LINEAR_MODULES
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 

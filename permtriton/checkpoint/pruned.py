@@ -10,8 +10,7 @@ from permtriton.checkpoint.read_record import Record
 from permtriton.config import CommonConfig
 from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
-from permtriton.model.expert_linears import input_dim
-from permtriton.model.experts import stacked_name
+from permtriton.model.experts import input_dim, stacked_name
 from permtriton.model.source import Source
 from permtriton.passes.plan import Plan
 from permtriton.util.sparsity import NMPattern, PrunedWeight

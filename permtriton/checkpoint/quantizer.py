@@ -40,7 +40,7 @@ from permtriton.checkpoint.replace_modules import (
     set_parameter,
 )
 from permtriton.errors import ModelError
-from permtriton.model.expert_linears import input_dim
+from permtriton.model.experts import input_dim
 from permtriton.model.headers import StoredTensor, read_headers
 from permtriton.model.modules import (
     ChannelGather,

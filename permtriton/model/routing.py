@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from permtriton.errors import VerificationError
-from permtriton.model.expert_linears import UnstackedExperts, stacks
+from permtriton.model.experts import UnstackedExperts, stacks
 from permtriton.util.hooks import hooked
 
 

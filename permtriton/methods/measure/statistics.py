@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from permtriton.config import ImportanceMethod
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.importance import inverts_hessians, reads_activations
-from permtriton.model.expert_linears import SECOND, RoutedExperts
-from permtriton.model.experts import expert_of, measured_experts, stacked_name
+from permtriton.model.experts import SECOND, RoutedExperts, expert_of, measured_experts, stacked_name
 from permtriton.model.modules import as_multiplied
 from permtriton.passes.edits import Move
 from permtriton.passes.plan import Site, linear_module, weight_in_out
