@@ -58,7 +58,10 @@ def measure(layers: int) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from permtriton.config import CommonConfig
-    from permtriton.passes.pipeline import run_with_stand_ins
+    from permtriton.kernels.importance import ImportanceFactors
+    from permtriton.passes.edits import moves_of
+    from permtriton.passes.graph import absorb_folds
+    from permtriton.passes.pipeline import permutation_passes, pruning_passes, run_passes
     from permtriton.passes.provenance import propagate
     from permtriton.passes.sites import find_sites
     from permtriton.passes.trace import trace
@@ -79,8 +82,19 @@ def measure(layers: int) -> dict[str, Any]:
     graph_module, outputs = timed("trace", lambda: trace(model))
     provenance = timed("provenance", lambda: propagate(graph_module, outputs))
     plan = timed("sites", lambda: find_sites(provenance, model, CommonConfig()))
-    # The structure is verified after each pass.
-    timed("passes", lambda: run_with_stand_ins(plan, graph_module))
+
+    def run_all_passes() -> None:
+        """Runs the passes with reversed orders and masks by magnitude; the structure is verified after each pass."""
+        indices = {
+            space.name: torch.cat([torch.arange(start + size - 1, start - 1, -1) for start, size in space.spans])
+            for space in plan.spaces
+            if not space.frozen
+        }
+        ones = {name: ImportanceFactors(1, torch.ones(site.channels, device="meta")) for site, name in plan.linears()}
+        permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)))
+        run_passes(absorb_folds(permuted), pruning_passes(plan, ones))
+
+    timed("passes", run_all_passes)
     peak = peak_memory(cpu) - imported
     return {
         "layers": layers,

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from permtriton.cli.console import out, print_json, show
+from permtriton.cli.console import print_json, show
 from permtriton.cli.options import Json
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
@@ -41,7 +41,6 @@ def autotune(
             help="Dtype of weights and activations: bfloat16, float16 or float32; the model's, or bfloat16, by default."
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be tried; needs no GPU.")] = False,
     json: Json = False,
 ) -> None:
     if dtype not in (None, *DTYPES):
@@ -50,22 +49,12 @@ def autotune(
     all_shapes = [_shape(text) for text in shape or ()] + model_shapes
     if not all_shapes:
         raise ConfigError("nothing to tune: give --model DIR or --shape OUTxIN")
-    if not dry_run:
-        _check_gpu()
     cases = cases_for(all_shapes, _tokens(tokens), DTYPES[dtype] if dtype else model_dtype, kernel)
-    if dry_run:
-        _list_trials(cases, json)
-    else:
-        _tune(cases, json)
-
-
-def _check_gpu() -> None:
     if not torch.cuda.is_available():
-        raise ConfigError(
-            "autotune measures on a CUDA GPU, but torch can use none here; --dry-run lists what would be tried"
-        )
+        raise ConfigError("autotune measures on a CUDA GPU, but torch can use none here")
     if triton is None:
         raise ConfigError("autotune measures Triton kernels, but triton is not installed: pip install triton")
+    _tune(cases, json)
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -98,23 +87,6 @@ def _shapes_of(folder: Path) -> tuple[list[tuple[int, int]], torch.dtype]:
             shapes[rows, site.channels] = None
         shapes |= dict.fromkeys((rows, site.channels) for rows in joined.values())
     return list(shapes), empty.dtype
-
-
-def _list_trials(cases: Sequence[Case], json: bool) -> None:
-    tables_of_case = {
-        case.name: {name: list(map(cache.describe, configs)) for name, configs in case.tables.items()} for case in cases
-    }
-    if json:
-        print_json({"cases": tables_of_case, "cache": str(cache.cache_file())})
-        return
-    named = ((case, ", ".join(tables) or "none: one configuration only") for case, tables in tables_of_case.items())
-    show("What would be tried", named, "case", "tables")
-    all_tables = {name: configs for tables in tables_of_case.values() for name, configs in tables.items()}
-    listed = ((name, "\n".join(configs)) for name, configs in all_tables.items())
-    show("Tables", listed, "table", "configurations, the default first")
-    trials = sum(len(configs) for tables in tables_of_case.values() for configs in tables.values())
-    counts = f"{len(tables_of_case)} cases, at most {trials} trials"
-    out.print(f"{counts}; winners would be stored in {cache.cache_file()}", soft_wrap=True)
 
 
 def _tune(cases: Sequence[Case], json: bool) -> None:

@@ -1,20 +1,15 @@
-"""The command ``permtriton inspect``: prints a model's plan, or its graph after each compiler pass."""
+"""The command ``permtriton inspect``: prints a model's plan."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
 
 import torch
-import typer
-from torch import fx
 
-from permtriton.checkpoint.plan_entries import at_run_time, destination, grouped, permutation_report, plan_report
-from permtriton.cli.console import echo, out, print_json, say, show
+from permtriton.checkpoint.plan_entries import at_run_time, destination, grouped, plan_report
+from permtriton.cli.console import out, print_json, say, show
 from permtriton.cli.options import Flags, GgufFile, Json, Model, Revision, Token, TrustRemoteCode, takes
-from permtriton.errors import ConfigError
 from permtriton.methods import planning
 from permtriton.model import load
 from permtriton.model.source import Source
-from permtriton.passes.pipeline import PassResult, run_with_stand_ins
 from permtriton.passes.plan import Plan
 from permtriton.recipe import resolve
 from permtriton.util.bars import BarProgress
@@ -25,9 +20,6 @@ from permtriton.util.machine import format_bytes
 def inspect(
     model: Model,
     flags: Flags,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="Print the graph after each compiler pass, with random permutations.")
-    ] = False,
     json: Json = False,
     gguf_file: GgufFile = None,
     revision: Revision = None,
@@ -36,41 +28,14 @@ def inspect(
 ) -> None:
     config, _ = resolve(model, flags)
     source = Source(model, "auto", "auto", trust_remote_code, gguf_file, revision, token)
-    if json and graph:
-        raise ConfigError("--json prints sites, not graphs: drop it, or --graph")
     with BarProgress().stage("inspect", 0):
         empty = load.load_empty_model(source)
-        plan, traced = planning.plan_model(empty, config)
-    if graph:
-        _graphs(plan, traced)
-    elif json:
+        plan, _ = planning.plan_model(empty, config)
+    if json:
         print_json({**plan_report(plan), **planning.sizes(empty, plan)})
     else:
         _print(plan)
         say(_summary(planning.sizes(empty, plan), empty.dtype))
-
-
-def _graphs(plan: Plan, traced: fx.GraphModule) -> None:
-
-    def show(result: PassResult) -> None:
-        changes = ", ".join(f"{name} {count:+d}" for name, count in result.changes.items()) or "no node"
-        echo(f"# {result.name}: {changes}")
-        if result.name == "fuse_permutations":
-            for space in plan.spaces:
-                echo(f"# {space.name}: {destination(permutation_report(plan, space))}")
-        echo("\n".join(map(_node_line, result.graph_module.graph.nodes)) + "\n")
-
-    run_with_stand_ins(plan, traced, show)
-
-
-def _node_line(node: fx.Node) -> str:
-    """Returns the name, operator, arguments and shape of a node."""
-    value, line = node.meta.get("val"), f"{node.name} = {node.target}"
-    if node.op != "get_attr":
-        operator = str(node.target).removesuffix(".default") if node.op == "call_function" else node.op
-        arguments = [*map(str, node.args), *(f"{name}={argument}" for name, argument in node.kwargs.items())]
-        line = f"{node.name} = {operator}({', '.join(arguments)})"
-    return f"{line} {list(value.shape)}" if isinstance(value, torch.Tensor) else line
 
 
 def _summary(sizes: Mapping[str, int], dtype: torch.dtype) -> str:

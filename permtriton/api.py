@@ -339,8 +339,8 @@ def export(
     Args:
         folder: folder that permtriton wrote.
         output: folder to write; None for ``FOLDER-FORMAT`` in the current folder.
-        format: ``packed``, ``dense`` or ``plain``: the same weights bit for bit; or ``packed-fp8`` or ``fp8``: weights
-            in 8 bits, in which pruned weights stay zero.
+        format: ``packed`` or ``dense``: the same weights bit for bit; or ``packed-fp8`` or ``fp8``: weights in 8 bits,
+            in which pruned weights stay zero.
         overwrite: whether an earlier output of permtriton may be replaced.
         progress: as `compile` takes it.
 

@@ -27,7 +27,7 @@ from permtriton.passes.graph import (
     copied,
     parameter_nodes,
 )
-from permtriton.passes.pipeline import PassResult, permutation_passes, pruning_passes, run_passes
+from permtriton.passes.pipeline import Pass, permutation_passes, pruning_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.passes.provenance import Provenance, propagate
 from permtriton.passes.sites import find_sites
@@ -153,7 +153,7 @@ class Compiled:
     importances: dict[str, ImportanceFactors]
     graph_module: fx.GraphModule
     permuted: dict[str, int] = field(default_factory=dict)  # node counts after the permutation passes
-    results: list[PassResult] = field(default_factory=list)
+    passes: list[str] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)  # before the first pass, and after each
     printed: list[str] = field(default_factory=list)
 
@@ -164,17 +164,20 @@ def compiled(name: str, layout: str) -> Compiled:
     indices, importances = zoo.random_indices(plan), random_importances(plan, model)
     found = Compiled(model, plan, indices, importances, graph_module, outputs=[run(graph_module)])
 
-    def observe(result: PassResult) -> None:
-        result.graph_module.graph.lint()
-        found.results.append(result)
-        found.outputs.append(run(result.graph_module))
-        found.printed.append(result.graph_module.print_readable(print_output=False))
+    def after_all(passes: tuple[Pass, ...], graph_module: fx.GraphModule) -> fx.GraphModule:
+        for apply in passes:
+            graph_module = run_passes(graph_module, [apply])
+            graph_module.graph.lint()
+            found.passes.append((apply.func if isinstance(apply, functools.partial) else apply).__name__)
+            found.outputs.append(run(graph_module))
+            found.printed.append(graph_module.print_readable(print_output=False))
+        return graph_module
 
-    permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), observe)
+    permuted = after_all(permutation_passes(moves_of(plan, indices)), graph_module)
     found.permuted = counted(permuted)
     zoo.fold(model, plan, indices)
     passes = pruning_passes(plan, moved_importances(plan, model, indices, importances))
-    found.graph_module = run_passes(absorb_folds(permuted), passes, observe)
+    found.graph_module = after_all(passes, absorb_folds(permuted))
     return found
 
 

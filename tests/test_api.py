@@ -220,7 +220,7 @@ def test_padding_in_a_dataset_is_not_read(here, kind):
         ({"data": TEXTS, "restart": True}, "no effect without `output=`"),
         ({"data": TEXTS, "save_format": "packed"}, "`save_format=` has no effect without `output=`"),
         ({"data": TEXTS, "save_format": "zip", "output": "o"}, "format 'zip' is unknown"),
-        ({"save_format": "plain", "output": "o", "recipe": "heuristic,mask", "layout": "fused"}, "at run time"),
+        ({"save_format": "fp8", "output": "o", "recipe": "heuristic,mask", "layout": "fused"}, "at run time"),
         ({"data": TEXTS, "revision": "v2"}, "`revision=v2` has no effect on my-model, which is on this machine"),
         ({"data": TEXTS, "ignore": "*.nothing"}, "`ignore=*.nothing` names no linear of this model"),
         ({"data": TEXTS, "progress": 3}, "progress is 3: expected True, False, or a function"),

@@ -1,7 +1,6 @@
 """Measured configurations: which one a launch gets, what a file may hold, and how they are found."""
 
 import importlib
-import json
 import pkgutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 
 import permtriton
 from permtriton import kernels
+from permtriton.cli.autotune import _shapes_of
 from permtriton.cli.main import app
 from permtriton.errors import OutputError
 from permtriton.kernels import autotune, permute, sparse_linear_mma
@@ -239,7 +239,6 @@ class TestCommand:
         shown = self.run("--shape", "64x128")
         assert shown.exit_code == 2
         assert "CUDA GPU" in shown.output
-        assert "--dry-run" in shown.output
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -249,32 +248,23 @@ class TestCommand:
          (("--shape", "3x4"), "4 output features or more")],
     )  # fmt: skip
     def test_what_makes_no_sense_is_refused(self, arguments, message):
-        shown = self.run(*arguments, "--dry-run")
+        shown = self.run(*arguments)
         assert shown.exit_code == 2
         assert message in shown.output
 
-    def test_dry_run_lists_what_would_be_tried(self, monkeypatch):
-        monkeypatch.setattr(permute, "CONFIGS", TABLE)
-        report = json.loads(self.run("--shape", "64x128", "--tokens", "1,16", "--dry-run", "--json").stdout)["cases"]
-        assert report["permute 16x128 in blocks bfloat16"] == {
-            "permute": [
-                "SIZE=64 num_warps=4 num_stages=2",
-                "SIZE=128 num_warps=4 num_stages=2",
-                "SIZE=256 num_warps=8 num_stages=2",
-            ]
-        }
-        assert {name.split()[0] for name in report} == set(cases_by_kernel([], [], torch.float32))
-        assert self.run("--shape", "64x128", "--dry-run").exit_code == 0
-
     @pytest.mark.slow
     def test_the_shapes_of_a_model(self):
-        shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dry-run", "--json")
-        report = json.loads(shown.stdout)["cases"]
-        assert "nm_mask 704x256 float32" in report, "the model's dtype"
-        assert "nm_mask 1408x256 float32" in report, "gate and up, which vLLM joins"
-        assert "nm_mask backward 256x704 float32" in report
-        shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dtype", "bfloat16", "--dry-run", "--json")
-        assert "nm_mask 704x256 bfloat16" in json.loads(shown.stdout)["cases"]
+        shapes, dtype = _shapes_of(DEMO)
+        assert dtype == torch.float32, "the model's dtype"
+        assert {(704, 256), (256, 704)} <= {*shapes}
+        assert (1408, 256) in shapes, "gate and up, which vLLM joins"
+
+
+def test_every_kernel_is_tuned(monkeypatch):
+    monkeypatch.setattr(permute, "CONFIGS", TABLE)
+    cases = {case.name: case for case in cases_for([(64, 128)], [1, 16], torch.bfloat16)}
+    assert [*cases["permute 16x128 in blocks bfloat16"].tables.values()] == [TABLE]
+    assert {name.split()[0] for name in cases} == set(cases_by_kernel([], [], torch.float32))
 
 
 @needs_triton

@@ -72,7 +72,7 @@ def test_other_architectures_and_patterns(tmp_path, architecture, pattern):
         folders.prune(model, *pattern)
     folders.save(model, tmp_path / "a", sparsity=f"{pattern[0]}:{pattern[1]}")
     result = export(tmp_path / "a", tmp_path / "packed")
-    export(tmp_path / "packed", tmp_path / "dense", "plain")
+    export(tmp_path / "packed", tmp_path / "dense", "dense")
     assert folders.differing(weights(tmp_path / "a"), weights(tmp_path / "dense")) == []
     assert result["weights"] == len(folders.pruned_weights(model))
     assert result["ratio"] < pattern[0] / pattern[1] + 0.1
@@ -134,13 +134,13 @@ def test_each_file_is_written_under_its_name(sources, tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
-# -- plain ---------------------------------------------------------------------------------------------------------
+# -- dense ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_fused_model_has_no_plain_form(sources, tmp_path):
+def test_a_fused_model_has_no_form_that_loads_alone(sources, tmp_path):
     for folder in (sources["fused"], tmp_path / "packed"):
         with pytest.raises(ConfigError, match=r"at run time .*`layout=portable`"):
-            export(folder, tmp_path / "plain", "plain")
+            export(folder, tmp_path / "fp8", "fp8")
         if folder is sources["fused"]:
             export(folder, tmp_path / "packed")
     result = export(tmp_path / "packed", tmp_path / "dense", "dense")
@@ -285,7 +285,7 @@ def test_what_is_written_wrongly_is_found(sources, tmp_path, monkeypatch, format
         (["{source}"], ["exists", "--overwrite"]),
         (["{source}/nothing", "--output", "new"], ["is not a folder"]),
         (["{folder}/portable-packed", "--output", "new"], ["config.json cannot be read", "No such file"]),
-        (["{fused}", "--output", "new", "--format", "plain"], ["--layout portable"]),
+        (["{fused}", "--output", "new", "--format", "fp8"], ["--layout portable"]),
     ],
 )
 def test_the_command_refuses_in_a_line(sources, tmp_path, monkeypatch, arguments, words):

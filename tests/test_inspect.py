@@ -165,38 +165,9 @@ def test_it_says_what_it_does_before_torch_is_imported():
     assert said.splitlines()[0] == "reading the sizes of the model, not its weights"
 
 
-# -- graphs ------------------------------------------------------------------------------------------------------------
-
-PASS_NAMES = ["insert_permutations", "fuse_permutations", "cancel_permutations", "insert_masks", "lower"]
-
-
-def headings(text: str) -> list[str]:
-    return re.findall(r"^# (\w+): .*$", text, re.MULTILINE)
-
-
-@pytest.mark.parametrize("layout", ["portable", "fused"])
-@pytest.mark.slow
-def test_graph_prints_every_pass(model, layout):
-    text = invoke(model, "--graph", "--layout", layout)
-    assert [name for name in headings(text) if name in PASS_NAMES] == PASS_NAMES
-    assert "# insert_masks: permtriton.nm_mask.default +14" in text
-    last = text.split("# lower:")[1]
-    assert last.count("= permtriton.sparse_linear(") == 14
-    assert ("permtriton.norm_permute(" in last) == (layout == "fused")
-    assert "model.embed_tokens.weight [90, 64]" in last
-
-
-def test_decisions_are_printed_with_the_pass_that_takes_them(model):
-    text = invoke(model, "--graph", "--layout", "fused")
-    place = "# model.layers.0.mlp.gate_proj+up_proj: in the norm model.layers.0.post_attention_layernorm"
-    assert text.count(place) == 1
-    assert text.index("# fuse_permutations:") < text.index(place) < text.index("# cancel_permutations:")
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 REFUSALS = {
-    "graph as JSON": (("--graph", "--json"), ["--json", "--graph"]),
     "unknown layout": (("--layout", "fancy"), ["'fancy'", "portable, fused"]),
     "unknown o_proj": (("--layout", "fused", "--o-proj", "fancy"), ["'fancy'", "tied, free"]),
     "o_proj without fused": (("--o-proj", "free"), ["--o-proj", "--layout fused"]),

@@ -22,8 +22,8 @@ from .zoo import fold
 def test_every_graph_is_valid_runs_and_prints():
     case = compiled("gpt2", "fused")
     assert all(bool(output.isfinite().all()) for output in case.outputs)
-    for result, text in zip(case.results, case.printed, strict=True):
-        assert "def forward(self, input_ids" in text, result.name
+    for name, text in zip(case.passes, case.printed, strict=True):
+        assert "def forward(self, input_ids" in text, name
     words = {
         "insert_permutations": "permute",
         "fuse_permutations": "permute",
@@ -31,19 +31,19 @@ def test_every_graph_is_valid_runs_and_prints():
         "insert_masks": "nm_mask",
         "lower": "sparse_linear",
     }
-    assert [result.name for result in case.results] == [*words]
+    assert case.passes == [*words]
     assert all(f"permtriton.{word}" in text for word, text in zip(words.values(), case.printed, strict=True))
 
 
 @every_case
 def test_exact_passes_leave_the_outputs(name, layout):
     case = compiled(name, layout)
-    for number, result in enumerate(case.results):
+    for number, passed in enumerate(case.passes):
         difference = relative_difference(case.outputs[number], case.outputs[number + 1])
-        if result.name == "insert_masks":
+        if passed == "insert_masks":
             assert difference > 1e-2, "the masks do something"
         else:
-            assert difference < 1e-5, result.name
+            assert difference < 1e-5, passed
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,10 @@ from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from permtriton import config_from
-from permtriton.data.samples import Samples
-from permtriton.driver import deciding_inputs
 from permtriton.driver.choose_placement import check_in_step
 from permtriton.errors import ConfigError, ModelError
-from permtriton.running.resume import Workspace
 from permtriton.running.sharding import _around, _check
 from permtriton.util import ranks
-from permtriton.util.progress import NoProgress
 
 from . import zoo
 
@@ -136,17 +131,6 @@ def test_layers_that_are_spread_run_for_obs_only_with_equal_shares(samples):
     config = config_from({"importance": "obs", "micro_batch_size": 2}, "heuristic,mask")
     with nullcontext() if samples == 6 else pytest.raises(ConfigError, match="a multiple of 2"):
         check_in_step(config, samples, count=2)
-
-
-def test_states_name_the_device_that_the_model_will_run_on(monkeypatch, tmp_path):
-    """Under torchrun the model is loaded on the CPU."""
-    monkeypatch.setattr(deciding_inputs, "device_name", str)
-    model, workspace = zoo.tiny_llama(), Workspace(NoProgress(), tmp_path / "state.safetensors")
-    start = replace(zoo.start(model, config_from(), Samples.of(zoo.tiny_ids(2, 12))), workspace=workspace)
-    deciding_inputs.check_states(start, torch.device("cuda"))
-    state = workspace.state("searched", model)
-    state.write({})
-    assert state.check() == "cuda"
 
 
 @pytest.mark.parametrize(("name", "expected"), [("llama", "model"), ("opt", "model.decoder"), ("bert", "encoder")])

@@ -59,7 +59,7 @@ def test_what_is_saved_stays_where_standard_output_is_full(desk, command, more):
 @pytest.mark.slow
 def test_a_pipe_that_nobody_reads_is_no_error(desk):
     said = "reading the sizes of the model, not its weights\n"
-    assert into_closed_pipe(["inspect", str(desk.model), "--graph"]) == (0, said)
+    assert into_closed_pipe(["inspect", str(desk.model), "--json"]) == (0, said)
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from permtriton.checkpoint.card import write_record
 from permtriton.checkpoint.folder import Folder, check_hashes, describe_weights
-from permtriton.checkpoint.format import IN_8_BITS, SERVED_ALONE, Format
+from permtriton.checkpoint.format import IN_8_BITS, Format
 from permtriton.checkpoint.format_writers import FormatWriter
 from permtriton.checkpoint.fp8 import Fp8Writer, packed_fp8_writer
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
@@ -29,7 +29,6 @@ WRITERS: dict[Format, Callable[[Folder], FormatWriter]] = {
     Format.PACKED: lambda source: FormatWriter(source, packed=source.pruned),
     Format.PACKED_FP8: packed_fp8_writer,
     Format.DENSE: FormatWriter,
-    Format.PLAIN: FormatWriter,
     Format.FP8: Fp8Writer,
 }
 THEIRS = (".git", ".cache")
@@ -96,12 +95,12 @@ def check_format(format: str, *, permuted: bool, what: str) -> None:
     """Refuses a format that is unknown, not installed, or impossible for a model that permutes channels at run time."""
     if format not in list(Format):
         raise ConfigError(f"format {shown(format)} is unknown: choose one of {', '.join(Format)}")
-    if format in SERVED_ALONE and permuted:
-        raise ConfigError(
-            f"{what} permutes channels at run time (layout fused), which only permtriton can do: compile the original "
-            f"model with `layout=portable` for a {format} checkpoint, or write this one as dense or packed"
-        )
-    if format == Format.FP8:
+    if format == Format.FP8:  # other programs load it without permtriton, so no module may permute
+        if permuted:
+            raise ConfigError(
+                f"{what} permutes channels at run time (layout fused), which only permtriton can do: compile the "
+                "original model with `layout=portable` for format fp8, or write this one in another format"
+            )
         require("format fp8", "compressed_tensors")  # which describes it to other programs
 
 

@@ -7,7 +7,6 @@ class Format(StrEnum):
     PACKED = "packed"
     PACKED_FP8 = "packed-fp8"
     DENSE = "dense"
-    PLAIN = "plain"
     FP8 = "fp8"
 
 
@@ -17,11 +16,9 @@ MEANINGS = {
     Format.PACKED_FP8: "kept values in float8 e4m3 with a scale per row, and positions, 5/16 of the dense size at 2:4 "
     "and 16 bits; activations are quantized, too; loads after import permtriton",
     Format.DENSE: "zeros stored too",
-    Format.PLAIN: "dense, or refused where transformers alone cannot load it (layout fused)",
     Format.FP8: "linears in float8 e4m3 with a scale per row, as compressed-tensors lays them out; vLLM loads it by "
     "itself, transformers with that package; refused in layout fused",
 }
-SERVED_ALONE = (Format.PLAIN, Format.FP8)  # other programs load them without permtriton, so no module may permute
 PACKED = (Format.PACKED, Format.PACKED_FP8)  # they store positions
 IN_8_BITS = (Format.FP8, Format.PACKED_FP8)  # they round weights
 HELP = " ".join(f"{name}: {meaning}." for name, meaning in MEANINGS.items())

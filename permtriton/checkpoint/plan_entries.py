@@ -47,11 +47,6 @@ def site_report(site: Site) -> dict[str, Any]:
     }
 
 
-def ordered_site_report(site: Site, index: Tensor) -> dict[str, Any]:
-    """Returns the entry of a site with the order of its channels, ``index``, int64 ``[channels]``."""
-    return {**site_report(site), "moved": moved(index), "index": index.tolist()}
-
-
 def permutation_report(plan: Plan, space: ChannelSpace) -> dict[str, Any]:
     """Returns the entry of one permutation.
 

@@ -26,45 +26,35 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != QUANTIZERS:
-            _register()  # in case another thread looked QUANTIZERS up before this finder was installed
             return None
-        others = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        # A new list, because another thread may be iterating over this one and would skip a finder.
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in sys.meta_path)), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            _register()
+            _register(module)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
 
 
 def register_with_transformers() -> None:
-    """Registers permtriton now if transformers' quantizers are imported already, else as soon as they are.
-
-    Threads may import permtriton and transformers at the same time, in any order. Entries of the same name stay.
-    """
-    registered = all(METHOD in getattr(sys.modules.get(QUANTIZERS), name, ()) for name in MAPPINGS)
-    if not registered and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Registers permtriton now if transformers' quantizers are imported already, else as soon as they are."""
     if QUANTIZERS in sys.modules:
         with suppress(ImportError):  # an error of transformers, which its importer gets, too
-            import_module(QUANTIZERS)  # waits for the thread that executes it
-        _register()
+            _register(import_module(QUANTIZERS))  # waits for a thread that is executing it
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
 
 
-def _register() -> None:
-    """Registers permtriton and removes the finder, but only once `QUANTIZERS` has its mappings. Imports nothing."""
-    module = sys.modules.get(QUANTIZERS)
-    if not all(hasattr(module, name) for name in MAPPINGS):
-        return
+def _register(module: ModuleType) -> None:
+    """Adds permtriton to the mappings of `QUANTIZERS`, unless they have it. Imports nothing."""
     for name, stand_in in zip(MAPPINGS, _stand_ins(module), strict=True):
-        getattr(module, name).setdefault(METHOD, stand_in)  # atomic, so that threads need no lock
-    # A new list, because another thread may be iterating over this one and would skip a finder.
-    sys.meta_path = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        getattr(module, name).setdefault(METHOD, stand_in)
 
 
 def _stand_ins(module: Any) -> tuple[type, type]:

@@ -177,10 +177,6 @@ class Job:
         if self.output is not None:
             self._check_apart()
             check_output(self.output, overwrite=True)  # the output of a dry run may exist, but must be writable
-            try:
-                check_output(self.output, overwrite=self.args.overwrite)
-            except OutputError:
-                progress.say(f"{self.output} exists: to compile, name another folder, or overwrite it")
         fetched = self._source is None or outline.is_here(self._source)
         inputs = self._loaded(progress, fetched, planned_for=devices)
         if self.args.restart or not fetched:

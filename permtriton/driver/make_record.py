@@ -3,12 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from permtriton.checkpoint.plan_entries import (
-    hidden_states_report,
-    ordered_site_report,
-    permutation_report,
-    rows_report,
-)
+from permtriton.checkpoint.plan_entries import hidden_states_report, permutation_report, rows_report, site_report
 from permtriton.checkpoint.read_record import Record
 from permtriton.data.samples import Samples
 from permtriton.methods.run import Run
@@ -62,7 +57,9 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any]) ->
         "seconds": {stage: round(value, 3) for stage, value in run.workspace.seconds.items()},
         "memory": {"peak": peak_memory(run.placement.device), "estimate": run.memory.report()},
         **({"expert_tokens": run.expert_tokens} if run.expert_tokens else {}),
-        "sites": [ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
+        "sites": [
+            {**site_report(site), "index": site.expand(indices[site.space.name]).tolist()} for site in plan.sites
+        ],
         "rows": rows_report(model, plan, indices),
     }
 

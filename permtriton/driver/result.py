@@ -115,17 +115,16 @@ class CompiledModel(Pruned):
 
         Args:
             folder: folder to write.
-            format: ``packed`` (kept values and positions), ``dense`` (zeros stored, too), ``plain`` (dense, and
-                refused where transformers alone cannot load it), ``packed-fp8`` (packed in 8 bits) or ``fp8`` (8 bits,
-                as vLLM loads them). None for dense. A packed folder and one in 8 bits are written by way of a dense one
-                beside them, as `permtriton.export` writes it.
+            format: ``dense`` (zeros stored, too), ``packed`` (kept values and positions), ``packed-fp8`` (packed in 8
+                bits) or ``fp8`` (8 bits, as vLLM loads them). None for dense. The other formats are written by way of a
+                dense folder beside them, as `permtriton.export` writes them.
             overwrite: whether an earlier output of permtriton may be replaced.
 
         Returns:
             The absolute path of the folder.
 
         Raises:
-            ConfigError: an unknown format, or ``plain`` or ``fp8`` in layout ``fused``.
+            ConfigError: an unknown format, or ``fp8`` in layout ``fused``.
             OutputError: the folder exists and may not be replaced, or cannot be written.
             VerificationError: the written checkpoint fails a check; nothing is left behind.
 
@@ -137,7 +136,7 @@ class CompiledModel(Pruned):
         permuted = checkpoint_config(self.model, str(self.config.sparsity)) is not None
         check_format(format or Format.DENSE, permuted=permuted, what="the compiled model")
         with claimed(path, overwrite=overwrite):
-            if format in (None, Format.DENSE, Format.PLAIN):
+            if format in (None, Format.DENSE):
                 self.report = save_checkpoint(self, path, overwrite=overwrite)
             else:
                 with working_folder(path) as place:
