@@ -99,7 +99,7 @@ def check_format(format: str, *, permuted: bool, what: str) -> None:
         if permuted:
             raise ConfigError(
                 f"{what} permutes channels at run time (layout fused), which only permtriton can do: compile the "
-                "original model with `layout=portable` for format fp8, or write this one in another format"
+                "original model with `layout=portable` for a fp8 checkpoint, or write this one as dense or packed"
             )
         require("format fp8", "compressed_tensors")  # which describes it to other programs
 
