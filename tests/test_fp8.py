@@ -13,7 +13,6 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     BertForMaskedLM,
     BertForQuestionAnswering,
