@@ -113,5 +113,5 @@ class PermTritonLinearMethod(LinearMethodBase):
             raise ModelError(
                 f"{self.name}: tensor parallelism would divide {input_size} packed input channels into parts of "
                 f"{self.columns}, which does not fit groups at {pattern} and whole bytes of their positions: use "
-                "fewer ranks, or export the folder again with --format plain"
+                "fewer ranks, or export the folder again with --format dense"
             )

@@ -86,7 +86,7 @@ class PermTritonConfig(QuantizationConfig):
             if prefix and (name := next(inside, None)) is not None:
                 raise ModelError(
                     f"{name}: vLLM holds it in a {type(layer).__name__}, but permtriton serves linears only; export "
-                    "the folder again with --format plain"
+                    "the folder again with --format dense"
                 )
             return None
         parts = self._parts(prefix)
@@ -102,7 +102,7 @@ class PermTritonConfig(QuantizationConfig):
         if len(set(stored)) > 1:
             raise ModelError(
                 f"{prefix}: vLLM joins {', '.join(parts)} to one linear, but only some of them are packed, or they "
-                "differ in their pattern or the dtype of their values: export the folder again with --format plain"
+                "differ in their pattern or the dtype of their values: export the folder again with --format dense"
             )
         return PermTritonLinearMethod(prefix, stored[0], gathers[0])
 

@@ -49,7 +49,7 @@ def refuse_unservable(folder: Folder) -> None:
         if len(entry["shape"]) != 2 or entry["dim"] != 1:
             raise ModelError(
                 f"{name} is packed with the shape {entry['shape']}: in vLLM, permtriton serves packed linears only, no "
-                "experts and no transposed weights; export the folder again with --format plain"
+                "experts and no transposed weights; export the folder again with --format dense"
             )
     for name, norm in folder.entries.norms.items():
         if norm["kind"] not in ("rms", "rms_float") or norm["offset"]:
@@ -72,5 +72,5 @@ def refuse_unknown_class(name: str, *, permuted: bool) -> None:
     if name not in SERVED:
         raise ModelError(
             f"{name} with packed weights is not served by vLLM, whose code for it might use weights in another way "
-            f"({', '.join(SERVED)} are): export the folder again with --format plain, which vLLM serves by itself"
+            f"({', '.join(SERVED)} are): export the folder again with --format dense, which vLLM serves by itself"
         )
