@@ -41,8 +41,8 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
 
     Raises:
         ConfigError: ``model`` is no loaded model.
-        ModelError: no weight is N:M, a listed one is not or is missing, as where weights are packed, an adapter was
-            trained on the dense model, the model cannot be trained, or the hub refuses the files beside the weights.
+        ModelError: no weight is N:M; a listed weight is not, or is missing, as it is in a packed model; a weight is
+            divided among ranks; an adapter was trained on the dense model; or Liger's norms replace those that permute.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}: expected a loaded model")
@@ -162,7 +162,7 @@ class KeptPattern:
         """Writes the trained model with ``permtriton.json``, and verifies it before it is renamed into place.
 
         All ranks must call it. The first one writes; all return the absolute path of the folder, or raise its error.
-        The tokenizer or processor is saved, too; ``overwrite`` allows to replace an earlier output of permtriton.
+        The tokenizer or processor is saved, too; ``overwrite`` permits replacing an earlier output of permtriton.
 
         Raises:
             ModelError: the model is gone, was not loaded from permtriton's output, has adapters, or cannot be saved.
