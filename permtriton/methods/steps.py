@@ -1,6 +1,5 @@
 """All steps that a recipe may name, in the order of their stages. **Add a method here.**"""
 
-from dataclasses import is_dataclass
 from typing import Any
 
 from permtriton.errors import shown
@@ -21,7 +20,7 @@ STEPS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, 
 
 def problem_of(kind: Any) -> str:
     """Returns why a class cannot be a step of a recipe, as the end of a sentence; empty if it can be one."""
-    if not is_dataclass(kind):
+    if not hasattr(kind, "__dataclass_fields__"):
         return "is no dataclass"
     if missing := [attribute for attribute in ("name", "prefix", "summary", "stage") if not hasattr(kind, attribute)]:
         return f"does not say its {missing[0]}"
