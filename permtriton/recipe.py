@@ -331,27 +331,10 @@ def _flag(option: Option, value: Any) -> list[str]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Reads a TOML file of options; a step's options may be in a table with the step's name, without their prefix.
-
-    Returns values by option name, and ``recipe`` if the file names one.
-    """
+    """Reads a TOML file of options: returns values by option name, and ``recipe`` if the file names one."""
     with reading(f"config file {path} cannot be read as TOML", ConfigError):
         read = tomllib.loads(path.read_text(encoding="utf-8"))
-    prefixes = {kind.name: f"{kind.prefix}_" for kind in steps.STEPS}
-    options: dict[str, Any] = {}
-    for name, value in read.items():
-        is_table = isinstance(value, dict)
-        if is_table and name not in prefixes:
-            raise ConfigError(
-                f"config file {path} holds a table, [{name}], that is no step: the steps are {', '.join(prefixes)}; "
-                "other options stand at the top, one per line"
-            )
-        for key, setting in value.items() if is_table else [(name, value)]:
-            option = f"{prefixes[name] if is_table else ''}{key}".replace("-", "_")
-            if option in options:
-                raise ConfigError(f"config file {path} sets {option} twice: keep one of them")
-            options[option] = setting
-    known = all_options()
+    options, known = {name.replace("-", "_"): value for name, value in read.items()}, all_options()
     for name in filter(known.__contains__, options):
         try:
             known[name].check(known[name].convert(options[name]))

@@ -79,8 +79,8 @@ def main(folder: Path) -> None:
     (folder / "text.txt").write_text(SENTENCE * 300, encoding="utf-8")
     from permtriton.cli.main import app  # its flags are made when it is imported
 
-    (folder / "own.toml").write_text('recipe = "heuristic,mask,own"\n[own]\nrounds = 3\n')
-    (folder / "other.toml").write_text("[own]\nloops = 3\n")
+    (folder / "own.toml").write_text('recipe = "heuristic,mask,own"\nown_rounds = 3\n')
+    (folder / "other.toml").write_text("own_loops = 3\n")
     texts = ("--calibration", str(folder / "text.txt"), "--samples", "2", "--sequence-length", "16")
     model = ("compile", str(folder / "model"), *texts, "--eval-data", "none", "--output", str(folder / "out"))
     own = (*model, "--recipe", "heuristic,mask,own")

@@ -15,7 +15,7 @@ from permtriton.methods.prune.mask import Mask
 from permtriton.methods.recipe_config import CompileConfig, no_effect_refusal
 from permtriton.methods.steps import STEPS
 from permtriton.model.name import is_hub_name, shown_name
-from permtriton.recipe import RECIPES, all_options, check_recipe, read_config_file
+from permtriton.recipe import RECIPES, all_options, check_recipe
 from permtriton.recipe import compile_command as command_of
 
 from . import zoo
@@ -165,15 +165,6 @@ def test_the_command_of_options_that_are_allowed_only_together():
     words = shlex.split(command_of("org/model", config))
     assert words[words.index("--learn-block-size") + 1] == "66"
     assert words[words.index("--sparsity") + 1] == "3:6"
-
-
-@pytest.mark.parametrize(
-    "text", ["learn_epochs = 5\n[learned]\nepochs = 7\n", "samples = 5\nlearn-epochs = 1\nlearn_epochs = 2\n"]
-)
-def test_an_option_stands_once_in_a_file(tmp_path, text):
-    (tmp_path / "c.toml").write_text(text)
-    with pytest.raises(ConfigError, match="learn_epochs twice"):
-        read_config_file(tmp_path / "c.toml")
 
 
 @pytest.mark.parametrize(("recipe", "measured"), [("sparsegpt", False), ("heuristic,sparsegpt", True)])
