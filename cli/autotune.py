@@ -76,7 +76,7 @@ def _shapes_of(folder: Path) -> tuple[list[tuple[int, int]], torch.dtype]:
 
     Linears that vLLM joins, such as q, k and v, also count as one linear. Only the model's config is read.
     """
-    empty = load.load_empty_model(Source(str(folder)), allow_compiled=True)
+    empty = load.load_empty_model(Source(str(folder)))
     plan, _ = planning.plan_model(empty, CompileConfig())
     shapes: dict[tuple[int, int], None] = {}
     for site in plan.sites:

@@ -18,9 +18,7 @@ from permtriton.cli.console import fail, print_json, say, show
 from permtriton.cli.options import Json
 from permtriton.cli.self_test import FAILS, self_test
 from permtriton.kernels import autotune
-from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.launch import has_kernels, triton
-from permtriton.kernels.quantize import has_float8
 from permtriton.util.extras import EXTRAS, install_command
 from permtriton.util.machine import versions
 
@@ -75,7 +73,6 @@ def machine() -> dict[str, Any]:
         "triton": _triton(),
         "C compiler": compiler or "none; Triton needs one to launch kernels on a GPU",
         "kernels run": _kernels_run(gpus),
-        "packed FP8": _packed_fp8(gpus),
         "measured configurations": _measured_configurations(gpus),
     }
 
@@ -100,14 +97,6 @@ def _kernels_run(gpus: Sequence[torch.device]) -> str:
     if not any(map(has_kernels, gpus)):
         return "plain torch: the kernels need triton and an NVIDIA GPU of compute capability 8.0 or newer"
     return "tensors on the GPU: Triton kernels; tensors on the CPU: plain torch"
-
-
-def _packed_fp8(gpus: Sequence[torch.device]) -> str:
-    """Returns how products with packed FP8 weights run."""
-    if any(mma.limits_of(gpu).has_wgmma for gpu in gpus):
-        return "its own kernel for 1 to 256 tokens, on Hopper; for more, the weight is unpacked for each product"
-    where = "multiplied in FP8" if any(map(has_float8, gpus)) else "dequantized"
-    return f"unpacked for each product and {where}: it saves memory, not time; the kernel needs a Hopper GPU"
 
 
 def _measured_configurations(gpus: Sequence[torch.device]) -> str:

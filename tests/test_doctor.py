@@ -2,13 +2,10 @@
 
 import json
 
-import pytest
-import torch
 from typer.testing import CliRunner
 
 from permtriton.cli import doctor
 from permtriton.cli.main import app
-from permtriton.kernels.sparse_linear_mma import GpuLimits
 from permtriton.util.extras import EXTRAS
 
 
@@ -19,7 +16,7 @@ def run(*arguments: str):
 def test_it_says_what_the_machine_is():
     report = json.loads(run("--json", "--no-self-test").stdout)
     assert report["self_test"] == []
-    assert set(report) >= {"system", "versions", "GPU", "triton", "kernels run", "extras", "vLLM", "packed FP8"}
+    assert set(report) >= {"system", "versions", "GPU", "triton", "kernels run", "extras", "vLLM"}
     assert "torch" in report["versions"]
     shown = run("--no-self-test")
     assert shown.exit_code == 0
@@ -30,12 +27,3 @@ def test_it_says_what_the_machine_is():
 def test_an_extra_that_is_missing_is_named_with_its_command(monkeypatch):
     monkeypatch.setitem(EXTRAS, "fp8", ("no_such_module",))
     assert "not installed: fp8 (pip install" in doctor.machine()["extras"]
-
-
-@pytest.mark.parametrize(
-    ("capability", "words"), [((9, 0), "its own kernel"), ((8, 9), "and multiplied in FP8"), ((8, 0), "dequantized")]
-)
-def test_it_says_how_packed_fp8_runs(capability, words, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(doctor.mma, "limits_of", lambda device: GpuLimits(132, has_wgmma=capability[0] == 9))
-    assert words in doctor._packed_fp8([torch.device("cuda", 0)])

@@ -136,7 +136,7 @@ class Folder:
 
     def empty_model(self) -> PreTrainedModel:
         """Returns the model without weights, on the meta device, with no module replaced."""
-        return load_empty_model(Source(location_of(self.path)), allow_compiled=True)
+        return load_empty_model(Source(location_of(self.path)))
 
     def _is_scaled(self, name: str) -> bool:
         """Whether a tensor is stored as format fp8 stores a weight, with its scales beside it."""

@@ -124,18 +124,12 @@ def _options(source: Source, config: Any, device: str, *, dequantize: bool) -> d
     return {"device_map": device}  # loaded right onto a GPU, packed weights stay packed
 
 
-def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrainedModel:
-    """Builds the model on the meta device from its config alone; no weights are read.
-
-    Args:
-        allow_compiled: whether to accept a model that permtriton compiled, and build its original architecture.
-    """
+def load_empty_model(source: Source) -> PreTrainedModel:
+    """Builds the model on the meta device from its config alone; of a compiled model, its original architecture."""
     config, stored = config_of(source), None
     with suppress(ModelError):  # no weights, or not all of them: the config is enough
         stored = stored_tensors(source)
     if _is_compiled(config):
-        if not allow_compiled:
-            raise compiled_already(source.name)
         del config.quantization_config
     return build_empty(_model_class(source, config), config, stored, source.name)
 
