@@ -12,6 +12,8 @@ from permtriton.errors import CalibrationError
 
 from .sentences import SENTENCE, trained_tokenizer
 
+TEXT = f"{SENTENCE}\n" * 20
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -24,23 +26,24 @@ def token_ids(text, tokenizer, source="a.txt"):
 
 @settings(derandomize=True, database=None, deadline=None)
 @given(st.lists(st.text("ab ", max_size=9), max_size=9))
-def test_a_text_of_short_lines_is_one_piece(lines):
+def test_pieces_are_whole_lines_and_together_the_text(lines):
     text = "\n".join(lines)
-    assert list(pieces(text, 10, 10_000)) == [text]
+    assert list(pieces(text, 10_000)) == [text]
+    *others, last = pieces(text, 10)
+    assert "".join([*others, last]) == text
+    assert all(piece.endswith("\n") and len(piece) <= 10 for piece in others)
 
 
-def test_long_lines_are_cut_before_white_space_where_there_is_some():
-    found = list(pieces("aaa bbb ccc ddd\nee", 8, 1000))
-    assert found == ["aaa bbb", " ccc ddd", "\nee"]
-    assert list(pieces("a" * 20, 8, 1000)) == ["a" * 8, "a" * 8, "a" * 4]
+def test_a_line_is_cut_nowhere():
+    assert list(pieces("aa\nbbbbbbbbb\ncc\ndd", 5)) == ["aa\n", "bbbbbbbbb\n", "cc\ndd"]
 
 
 def test_the_tokens_of_a_text_in_pieces_are_those_of_the_text(tokenizer, monkeypatch):
     """For a tokenizer that puts a space at the beginning of the next word."""
-    whole = token_ids(SENTENCE * 20, tokenizer)
-    monkeypatch.setattr(tokenize.pieces, "__defaults__", (100, 2**24))
-    assert len(list(pieces(SENTENCE * 20))) > 10
-    assert torch.equal(token_ids(SENTENCE * 20, tokenizer), whole)
+    whole = token_ids(TEXT, tokenizer)
+    monkeypatch.setattr(tokenize.pieces, "__defaults__", (100,))
+    assert len(list(pieces(TEXT))) > 10
+    assert torch.equal(token_ids(TEXT, tokenizer), whole)
 
 
 def test_special_tokens_stand_around_the_whole_text(monkeypatch):
@@ -48,10 +51,10 @@ def test_special_tokens_stand_around_the_whole_text(monkeypatch):
     tokenizer.add_special_tokens({"bos_token": "<s>", "sep_token": "<sep>"})
     ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "<sep>")]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A <sep>", special_tokens=ids)
-    whole = token_ids(SENTENCE * 20, tokenizer)
+    whole = token_ids(TEXT, tokenizer)
     assert [int(whole[0]), int(whole[-2])] == [number for _, number in ids]
-    monkeypatch.setattr(tokenize.pieces, "__defaults__", (100, 2**24))
-    assert torch.equal(token_ids(SENTENCE * 20, tokenizer), whole)
+    monkeypatch.setattr(tokenize.pieces, "__defaults__", (100,))
+    assert torch.equal(token_ids(TEXT, tokenizer), whole)
 
 
 def test_no_second_end_token_follows_the_code_of_a_language():

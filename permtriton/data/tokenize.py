@@ -15,7 +15,7 @@ from permtriton.data.special_tokens import NONE, SpecialTokens, special_tokens_o
 from permtriton.errors import CalibrationError, reading, shown
 from permtriton.model.tokenizer import tokenizer_of, unchanged
 
-LONGEST_LINE, LONGEST_PIECE = 2**20, 2**24  # characters
+LONGEST_PIECE = 2**24  # characters
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's names of roles
 
 
@@ -140,25 +140,17 @@ class Encoder:
         return ids
 
 
-def pieces(text: str, longest_line: int = LONGEST_LINE, longest_piece: int = LONGEST_PIECE) -> Iterator[str]:
+def pieces(text: str, longest: int = LONGEST_PIECE) -> Iterator[str]:
     """Yields a text in pieces, usually in a single one.
 
-    On a long text, some tokenizers take too much time and memory. So a line of more than ``longest_line`` characters is
-    cut before the last white space among its first ``longest_line`` characters, or after these if they hold none. A
-    text of more than ``longest_piece`` characters is cut at line breaks. Only at the cuts can the tokens differ from
-    those of the text as a whole.
+    On a long text, some tokenizers take too much time and memory. A text of more than ``longest`` characters is cut at
+    line breaks, into pieces of at most so many characters, unless a single line is longer. Only at the cuts can the
+    tokens differ from those of the text as a whole.
     """
-    start = line = 0  # where the piece begins, and the line in it
-    while line < len(text):
-        end = text.find("\n", line) + 1 or len(text)
-        if end - start > longest_piece and line > start:
-            yield text[start:line]
-            start = line
-        while end - line > longest_line:
-            cut = line + longest_line
-            line = next((place for place in range(cut, line, -1) if text[place].isspace()), cut)
-            yield text[start:line]
-            start = line
-        line = end
+    start = 0
+    while len(text) - start > longest:
+        end = text.rfind("\n", start, start + longest) + 1 or text.find("\n", start + longest) + 1 or len(text)
+        yield text[start:end]
+        start = end
     if start < len(text) or not text:
         yield text[start:]
