@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.nn.utils.parametrize import is_parametrized
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -40,11 +39,10 @@ def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[
     mesh = init_device_mesh(device.type, (ranks.count(),))
     layers = layer_modules(twin, plan)
     _check(twin, layers)
-    in_out = {id(weight) for layer in layers for weight in _transposed(layer)}
     element = next(twin.parameters()).element_size()
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if element < 4 else None)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda weight: Shard(id(weight) in in_out))
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     whole = {parameter for parameter in twin.parameters() if not isinstance(parameter, DTensor)}
     fully_shard(_around(twin, layers), mesh=mesh, ignored_params=whole)
     for module in twin.modules():
@@ -71,11 +69,11 @@ def share(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def rows_of_share(weight: Tensor, in_out: bool) -> slice:
-    """Returns which output rows this rank holds of a weight that is stored ``[in, out]`` or ``[out, in]``."""
-    rows = weight.shape[1 if in_out else 0]
+def rows_of_share(weight: Tensor) -> slice:
+    """Returns which output rows this rank holds of a weight."""
     if not is_spread(weight):
-        return slice(0, rows)
+        return slice(None)
+    rows = weight.shape[0]
     rows_per_rank = -(-rows // ranks.count())  # as torch.chunk divides: the last ranks may hold fewer rows, or none
     return slice(min(ranks.number() * rows_per_rank, rows), min((ranks.number() + 1) * rows_per_rank, rows))
 
@@ -89,13 +87,6 @@ def _around(twin: PreTrainedModel, layers: list[nn.Module]) -> nn.Module:
     return [module for module in around if not isinstance(module, nn.ModuleList | nn.ModuleDict)][-1]
 
 
-def _transposed(layer: nn.Module) -> Iterator[Tensor]:
-    """Yields the weights that are stored ``[in_features, out_features]``, which are divided along the second axis."""
-    for module in layer.modules():
-        if isinstance(module, Conv1D):
-            yield module.get_parameter("parametrizations.weight.original" if is_parametrized(module) else "weight")
-
-
 def _check(twin: PreTrainedModel, layers: list[nn.Module]) -> None:
     around = _around(twin, layers)
     if core_of(twin) in set(around.modules()) - {around}:
@@ -103,6 +94,11 @@ def _check(twin: PreTrainedModel, layers: list[nn.Module]) -> None:
             f"a run up to the last hidden state of this {type(twin).__name__} ends inside the module that calls its "
             "layers, which FSDP2 does not allow, so they cannot be spread over GPUs: use a GPU that holds the model, "
             "or `device=cpu`"
+        )
+    if any(isinstance(module, Conv1D) for layer in layers for module in layer.modules()):
+        raise ModelError(
+            f"weights of {type(twin).__name__} are stored transposed, so its layers cannot be spread over GPUs: use "
+            "a GPU that holds the model, or `device=cpu`"
         )
     owners: dict[int, nn.Module] = {}
     for layer in layers:

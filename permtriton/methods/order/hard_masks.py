@@ -152,7 +152,7 @@ def hard_masked(
         for site, name in plan.linears():
             module = linear_module(model, name)
             parameter, in_out = module.get_parameter("weight"), isinstance(module, Conv1D)
-            rows = rows_of_share(parameter, in_out)
+            rows = rows_of_share(parameter)
             importance = importances[name].of_rows(rows, model.device)
             curvature = RankOneCurvature(curvatures[name].row[rows], curvatures[name].column)
             linear = _HardMasked(site, parameter, in_out, importance, curvature, plan.patterns[name])
