@@ -32,8 +32,6 @@ def _print(report: dict[str, Any]) -> None:
     title = f"{report['model']} at {', '.join(report['patterns'])}, on {report['text']} ({measured}), {seeds}"
     table = columns(report)
     show(title, (map(cell, row) for row in zip(*table.values(), strict=True)), *table)
-    if any(row["peak_bytes"] is None for row in report["rows"][1:]):
-        say("no peak memory: this system cannot start its count anew for each row")
     say(verdict(report))
 
 

@@ -12,9 +12,8 @@ from permtriton.cli.console import out, print_json, show
 from permtriton.cli.options import Json, Model, Overwrite, output_flag, takes
 from permtriton.cli.processor import suit_processor
 from permtriton.evaluation.compare_results import Cell, cell
-from permtriton.evaluation.evaluate import Evaluated, evaluate_with
+from permtriton.evaluation.evaluate import Evaluated, evaluate_with, versions
 from permtriton.evaluation.measures import DISTANCES
-from permtriton.evaluation.task_request import versions
 from permtriton.model.source import Source
 from permtriton.util.bars import BarProgress
 from permtriton.util.output_files import check_report_file, write_report_file
@@ -34,8 +33,7 @@ def evaluate(
 ) -> None:
     args = args.with_protocol(model)
     if output is not None:
-        reads: list[Any] = [read for read in (model, args.against, args.eval_data, args.tasks_dir) if read]
-        check_report_file(output, REPORT_KEYS, overwrite=overwrite, reads=reads)
+        check_report_file(output, REPORT_KEYS, overwrite=overwrite)
     progress = BarProgress()
     suit_processor(Source(model, **args.loading), progress)
     measured = evaluate_with(model, replace(args, progress=progress))

@@ -75,7 +75,7 @@ def test_the_file_has_what_is_printed(desk, tasks):
     assert {"short acc", "short acc_norm"} == set(report["rows"][0]["tasks"])
     assert report["rows"][0]["kl"] == 0
     assert "lm_eval" in report["versions"]
-    assert all(row["kl"] > 0 and row["cosine"] < 1 and row["peak_bytes"] > 2**20 for row in report["rows"][1:])
+    assert all(row["kl"] > 0 and row["cosine"] < 1 for row in report["rows"][1:])
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,7 @@ from permtriton.running.resume import StateFile
 from permtriton.util.durable import RANDOM_END, replace_file
 from permtriton.util.output_files import write_file, write_report_file
 
-MEASURED = Measured(
-    perplexity=1.0, cosine=1.0, tasks={}, accuracy=None, seconds=1.0, compile_seconds=1.0, peak_bytes=None
-)
+MEASURED = Measured(perplexity=1.0, cosine=1.0, tasks={}, accuracy=None, seconds=1.0, compile_seconds=1.0)
 RANDOM = re.compile(rf"{RANDOM_END}$")
 WRITERS = {
     "results": lambda path: ResultFile(path, {}).get("dense", lambda: MEASURED),

@@ -1,19 +1,17 @@
 """Output files: what a command must not replace, or cannot write, is refused before any work."""
 
 import json
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from permtriton.cli import evaluate
-from permtriton.cli.main import app
 from permtriton.errors import OutputError
 from permtriton.evaluation import compare
 from permtriton.util.output_files import check_file, check_report_file, write_report_file
 
-from .desk import RUNNER, Desk
+from .desk import Desk
 from .world import nothing_loads
 
 COMMANDS = ("evaluate", "compare", "report", "compile", "dry run", "export")
@@ -51,49 +49,6 @@ def commands(desk: Desk, output: object) -> dict[str, list[str]]:
 def test_a_file_of_someone_else_is_not_replaced(desk, no_work, command, name):
     file = desk.write(name, '{"version": "1.0", "versions": {}}' if name.endswith(".json") else "mine")
     desk.refuses(commands(desk, file)[command], f"{name} exists", "--overwrite")
-
-
-@pytest.mark.parametrize("more", [(), ("--overwrite",)], ids=["", "overwrite"])
-@pytest.mark.parametrize(
-    ("command", "file", "more_read"),
-    [
-        ("evaluate", "model/tokenizer.json", ()),
-        ("evaluate", "model/inner/notes.json", ()),
-        ("evaluate", "link/tokenizer.json", ()),
-        ("evaluate", "tasks/questions.json", ("--tasks-dir", "tasks")),
-        ("evaluate", "other/config.json", ("--against", "other")),
-        ("compare", "model/tokenizer.json", ()),
-        ("compare", "text.json", ("--calibration", "text.json")),
-        ("report", "model/permtriton.json", ()),
-        ("report", "compared.json", ("--comparison", "compared.json")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_read_is_not_replaced(desk, no_work, monkeypatch, command, file, more_read, more):
-    """By any name of it, whoever asks for it."""
-    monkeypatch.chdir(desk.folder)
-    model = Path(shutil.copytree(desk.model, desk.folder / "model"))
-    (desk.folder / "link").symlink_to(model)
-    (model / "inner").mkdir()
-    for name in ("tasks", "other"):
-        (desk.folder / name).mkdir()
-    (desk.folder / file).write_text("{}")
-    asked = {
-        "evaluate": ["evaluate", "model", "--output"], "compare": ["compare", "model", "--output"],
-        "report": ["report", "model", "--output"],
-    }  # fmt: skip
-    desk.refuses([*asked[command], file, *more_read, *more], "which this command reads")
-
-
-def test_a_result_in_the_folder_of_its_model_is_replaced(desk):
-    model = Path(shutil.copytree(desk.model, desk.folder / "model"))
-    arguments = ["evaluate", str(model), "--eval-data", str(desk.text), "--output", str(model / "result.json")]
-    for _ in range(2):
-        assert RUNNER.invoke(app, arguments).exit_code == 0
-        (model / "result.json").write_text((model / "result.json").read_text())
-    page = desk.out / "page.html"
-    page.write_text("an earlier page")
-    check_file(page, overwrite=True, reads=[desk.out])
 
 
 @pytest.mark.parametrize("read", ["--calibration", "--eval-data", "--config"])

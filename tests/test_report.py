@@ -97,7 +97,7 @@ def whole(folders, tmp_path_factory) -> str:
     """A page with everything on it."""
     place = tmp_path_factory.mktemp("page")
     row = {"setting": "", "kl": 0.25, "cosine": 0.75, "tasks": {"foxes acc": 0.5}, "seconds": 9.0, "by_seed": []}
-    row |= {"compile_seconds": 7.0, "peak_bytes": None}
+    row |= {"compile_seconds": 7.0}
     compared = {
         "model": "zoo", "measure": "perplexity", "text": "foxes", "tokens": 64, "window": 16, "seeds": [0, 1],
         "patterns": ["2:4"], "ablation": None, "config": {}, "versions": {}, "device": "cpu", "system": "Linux",

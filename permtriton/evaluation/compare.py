@@ -18,7 +18,7 @@ from permtriton.checkpoint.output import locked
 from permtriton.config import ROUNDING_ONLY
 from permtriton.data.calibration import calibration_samples, fitted
 from permtriton.data.held_out import prepared, read_held_out
-from permtriton.data.in_memory import is_named, selected
+from permtriton.data.in_memory import selected
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
 from permtriton.driver.deciding_inputs import text_hash
@@ -26,9 +26,8 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.evaluation.compare_methods import DENSE_ENTRIES, RowConfig, check_effect, row_configs
 from permtriton.evaluation.compare_results import Measured, ResultFile, measure_of, row_name, row_of
-from permtriton.evaluation.evaluate import measure_model
+from permtriton.evaluation.evaluate import load_tasks, measure_model, versions
 from permtriton.evaluation.measures import DISTANCES
-from permtriton.evaluation.task_request import load_tasks, versions
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model import load
 from permtriton.model.checks import model_hash
@@ -59,9 +58,7 @@ def compare(model: str, args: CompareArgs, user_options: Mapping[str, Any], prog
     args = replace(args, eval_data=selected(args.eval_data)).with_protocol(model)
     target = None
     if args.output is not None:
-        names = (model, options.get("calibration"), args.tasks_dir, args.eval_data)
-        reads = [name for name in names if is_named(name) and name]
-        check_report_file(Path(args.output), REPORT_KEYS, overwrite=args.overwrite, reads=reads)
+        check_report_file(Path(args.output), REPORT_KEYS, overwrite=args.overwrite)
         target = real_path(Path(args.output))
     with nullcontext() if target is None else locked(target, progress.say):
         tasks = load_tasks(args, progress)
@@ -168,11 +165,11 @@ class Benchmark:
 
     def measured(self, config: CompileConfig | None = None, samples: Samples | None = None) -> Measured:
         """Measures a copy of the dense model, compiled on ``samples``; without a ``config``, the dense model itself."""
-        model, order, seconds, peak = self.dense, None, 0.0, None
+        model, order, seconds = self.dense, None, 0.0
         if config is not None:
-            started, counted = time.perf_counter(), machine.reset_peak_memory(model.device)
+            started = time.perf_counter()
             compiled = compile_model(copy.deepcopy(model), self.tokenizer, config, ids=samples, progress=self.progress)
-            seconds, peak = time.perf_counter() - started, machine.peak_memory(model.device) if counted else None
+            seconds = time.perf_counter() - started
             model, order = compiled.model, compiled.plan.hidden_order(compiled.indices)
         evaluated = measure_model(
             model,
@@ -192,7 +189,6 @@ class Benchmark:
             accuracy=fmean(known) if 1 < len(known) == len(accuracies) else None,
             seconds=seconds + evaluated.seconds,
             compile_seconds=seconds,
-            peak_bytes=peak,
         )
 
 

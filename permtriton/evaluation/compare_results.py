@@ -35,7 +35,6 @@ class Measured(Distances):
     accuracy: float | None
     seconds: float  # time of compilation and evaluation together
     compile_seconds: float  # time of the compilation alone
-    peak_bytes: int | None  # peak memory during the compilation; None where the system cannot reset its count
 
 
 @dataclass
@@ -75,7 +74,6 @@ def row_of(entries: Mapping[str, Any], measured: Sequence[Measured]) -> dict[str
         return statistics.fmean(known) if len(known) == len(measured) else None
 
     values = [run.cosine if run.perplexity is None else run.perplexity for run in measured]
-    peaks = [run.peak_bytes for run in measured if run.peak_bytes is not None]
     return {
         **entries,
         "values": values,
@@ -86,7 +84,6 @@ def row_of(entries: Mapping[str, Any], measured: Sequence[Measured]) -> dict[str
         "accuracy": mean(run.accuracy for run in measured),
         "seconds": round(sum(run.seconds for run in measured), 1),
         "compile_seconds": round(sum(run.compile_seconds for run in measured), 1),
-        "peak_bytes": max(peaks) if len(peaks) == len(measured) else None,
         "by_seed": [asdict(run) for run in measured],
     }
 
@@ -109,7 +106,6 @@ class Row(TypedDict):
     tasks: dict[str, float | None]  # mean of each score of `Measured`; None if it is None with any seed
     seconds: float  # time of all seeds together, with the evaluation
     compile_seconds: float | None  # the same without the evaluation
-    peak_bytes: int | None  # the highest of all seeds; None where one is unknown
 
 
 @with_config(OPEN)
@@ -160,7 +156,6 @@ def columns(report: Mapping[str, Any]) -> dict[str, list[Cell]]:
     if rows[0].get("accuracy") is not None:
         table["mean acc"] = [row.get("accuracy") for row in rows]
     table["seconds"] = [row["compile_seconds"] / len(row["values"]) if row["compile_seconds"] else None for row in rows]
-    table["peak MiB"] = [row["peak_bytes"] // 2**20 if row["peak_bytes"] else None for row in rows]
     return table
 
 

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from permtriton.arguments import EvaluateArgs
+from permtriton.arguments import EvaluateArgs, MeasureArgs
 from permtriton.checkpoint.nm_weights import broken_claim
 from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.checkpoint.read_record import find_record
@@ -19,7 +20,6 @@ from permtriton.data.media import is_media
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError
 from permtriton.evaluation.measures import DISTANCES, Distances, measure_samples, predicted_tokens
-from permtriton.evaluation.task_request import load_tasks
 from permtriton.model import load
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import in_eval_mode, windows_at_once
@@ -28,7 +28,9 @@ from permtriton.model.prunable import check_loaded
 from permtriton.model.seq2seq import predicted
 from permtriton.model.source import Source, source_of
 from permtriton.model.tokenizer import load_processor, tokenizer_of
+from permtriton.util import machine
 from permtriton.util.bars import reporter
+from permtriton.util.extras import require
 from permtriton.util.machine import available_memory, device_name, format_bytes
 from permtriton.util.progress import Progress
 
@@ -85,6 +87,24 @@ class Evaluated(Distances):
     def tokens(self) -> int:
         """Number of tokens in all windows."""
         return self.windows * self.window
+
+
+def load_tasks(args: MeasureArgs, progress: Progress) -> "Tasks | None":
+    names = args.task_names
+    if not names:
+        if args.limit is not None or args.tasks_dir is not None:
+            raise ConfigError("`limit=` and `tasks_dir=` have no effect without `tasks=`: name tasks")
+        return None
+    require("an evaluation by tasks", "lm_eval", "accelerate")
+    progress.say(f"loading tasks {', '.join(names)}")
+    with progress.stage("load", 0):
+        from permtriton.evaluation.tasks import Tasks
+
+        return Tasks(names, args.limit, None if args.tasks_dir is None else Path(args.tasks_dir))
+
+
+def versions(args: MeasureArgs) -> dict[str, str]:
+    return machine.versions() | ({"lm_eval": metadata.version("lm_eval")} if args.task_names else {})
 
 
 def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:

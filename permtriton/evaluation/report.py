@@ -92,9 +92,8 @@ def report(
         raise ConfigError("no folder: give at least one output of permtriton compile")
     default = f"{real_path(paths[0]).name}-report.html"
     target = path_of("output", default if output is None else output)
-    compared = None if comparison is None else path_of("comparison", comparison)
-    check_file(target, overwrite=overwrite, reads=[*paths, *filter(None, [compared])])
-    read = None if compared is None else read_comparison(compared)
+    check_file(target, overwrite=overwrite)
+    read = None if comparison is None else read_comparison(path_of("comparison", comparison))
     compiled = read_folders(paths)
     page = html(page_of(compiled, read, mask_corners(compiled, masks)))
     write_file(target, page.encode("utf-8", "replace"))

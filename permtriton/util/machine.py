@@ -148,23 +148,11 @@ def _call_glibc(name: str, *arguments: int) -> None:
         function(*arguments)
 
 
-def reset_peak_memory(device: torch.device) -> bool:
-    """Starts the count of `peak_memory` anew; returns False where the system cannot (on a CPU, only Linux can)."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        return True
-    except OSError:
-        return False
-
-
 def peak_memory(device: torch.device) -> int:
     """Returns the peak memory in bytes: of torch on the GPU, or of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with suppress(OSError, KeyError):  # the fallback below ignores `reset_peak_memory`
+    with suppress(OSError, KeyError):
         return _fields(PROC / "self" / "status")["VmHWM:"] * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

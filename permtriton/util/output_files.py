@@ -4,7 +4,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +41,11 @@ def check_name(output: Path) -> None:
         )
 
 
-def check_file(
-    output: Path,
-    *,
-    overwrite: bool,
-    ours: Callable[[Path], bool] = lambda path: False,
-    reads: Iterable[Path | str] = (),
-) -> None:
+def check_file(output: Path, *, overwrite: bool, ours: Callable[[Path], bool] = lambda path: False) -> None:
     """Refuses, before any work, an output file that could not be written at the end, or must not be replaced.
 
     Args:
         ours: returns whether an earlier file is a result that may be replaced in any case.
-        reads: files and folders that the command reads. These files, and files in these folders, are not replaced,
-            except results and HTML pages in a folder. Names that are no paths, such as names on the hub, are ignored.
     """
     check_name(output)
     if output.is_dir():
@@ -61,13 +53,6 @@ def check_file(
     if output.exists():
         if not output.is_file():
             raise OutputError(f"output {output} is no plain file: choose another name")
-        for read in map(Path, filter(os.path.exists, reads)):  # `Path.exists` may raise for long names
-            in_folder = os.path.isdir(read) and real_path(output).is_relative_to(real_path(read))
-            inside = in_folder and output.suffix != ".html" and not ours(output)
-            if inside or real_path(output) == real_path(read):
-                raise OutputError(
-                    f"output {output} is {'a file of ' * inside}{read}, which this command reads: choose another name"
-                )
         if not overwrite and not ours(output):
             raise OutputError(f"output {output} exists: choose another file, or replace it with `overwrite=True`")
     check_parent(output)
@@ -112,7 +97,7 @@ def write_file(output: Path, content: bytes) -> None:
         raise OutputError(f"output {output} cannot be written: {error.strerror or error}") from error
 
 
-def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool, reads: Iterable[Path | str] = ()) -> None:
+def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool) -> None:
     """Refuses a file that is not .json, could not be written or must not be replaced; call it before the work starts.
 
     Args:
@@ -128,7 +113,7 @@ def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool, rea
             return False
         return isinstance(report, dict) and report.keys() >= set(keys)
 
-    check_file(path, overwrite=overwrite, ours=ours, reads=reads)
+    check_file(path, overwrite=overwrite, ours=ours)
 
 
 def write_report_file(path: Path, report: Any) -> None:
