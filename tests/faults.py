@@ -27,7 +27,7 @@ from permtriton.methods.order.searched import Searcher
 from permtriton.methods.prune import mask, refit, sparsegpt
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.train.kept_weights import KeptWeights
-from permtriton.passes import apply_edits
+from permtriton.passes import edits as pass_edits
 from permtriton.passes.edits import Fold
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
 from permtriton.running import layer_walk
@@ -314,12 +314,12 @@ FAULTS: dict[str, Fault] = {
     "Conv1D not folded": Fault(without("mlp.c_proj.weight"), FOLDING, model="gpt2"),
     "copies of a value head not tied": Fault(replaced(Site, "expand", untied_copies), "joins channels|joined"),
     "gather with the inverse": Fault(
-        replaced(apply_edits, "_gather_input", lambda f, model, name, index: f(model, name, inverse(index))),
+        replaced(pass_edits, "_gather_input", lambda f, model, name, index: f(model, name, inverse(index))),
         FOLDING, options=FUSED,
     ),
     "norm with the inverse": Fault(
         replaced(
-            apply_edits, "_permute_norm", lambda f, model, e: f(model, dataclasses.replace(e, index=inverse(e.index)))
+            pass_edits, "_permute_norm", lambda f, model, e: f(model, dataclasses.replace(e, index=inverse(e.index)))
         ),
         FOLDING, options=FUSED,
     ),

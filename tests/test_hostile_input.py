@@ -12,7 +12,7 @@ import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
 from permtriton.errors import ModelError, OutputError, PermTritonError, reading
-from permtriton.model.load import load_empty_model, load_model, load_original
+from permtriton.model.load import load_model, load_original
 from permtriton.model.source import Source
 
 from . import folders, zoo
@@ -51,14 +51,7 @@ def write(file: str, content: bytes) -> Damage:
     return lambda folder: (folder / file).write_bytes(content)
 
 
-def sizes(**changes: object) -> Damage:
-    return lambda folder: configure(folder, **changes)
-
-
 MODELS: dict[str, tuple[Damage, tuple[str, ...]]] = {
-    "base class": (sizes(architectures=["PreTrainedModel"]), ("PreTrainedModel", "only a base")),
-    "hidden_size 2^31": (sizes(hidden_size=2**31), ("parameters", "its checkpoint can fill")),
-    "10^12 layers": (sizes(num_hidden_layers=10**12), ("num_hidden_layers", "at most 100000")),
     "adapter": (write("adapter_config.json", b"{}"), ("adapter_config.json", "merge")),
     "generation config": (write("generation_config.json", b'{"max_new_tokens": -5}'), ("max_new_tokens",)),
 }
@@ -71,15 +64,6 @@ def test_models_and_tokenizers(desk, tmp_path, case):
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
     damage(model)
     desk.refuses(desk.compile(model=model), *words)
-
-
-def test_sizes_have_limits_where_there_are_no_weights(desk, tmp_path):
-    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
-    (model / "model.safetensors").unlink()
-    load_empty_model(Source(str(model)))
-    configure(model, vocab_size=2**40)
-    with pytest.raises(ModelError, match="more than models have"):
-        load_empty_model(Source(str(model)))
 
 
 @pytest.mark.parametrize("to", ["../outside.safetensors", "outside.bin"])

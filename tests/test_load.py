@@ -355,9 +355,6 @@ def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatc
         tensor.dtype = "BF16"
     assert permtriton.dry_run("someone/model", **options).forecast.memory.model == half.forecast.memory.model
     assert 2 * half.forecast.memory.model == found.forecast.memory.model
-    headers["model.norm.weight"].shape = [7]
-    with pytest.raises(ModelError, match=r"model.norm.weight has the shape \[7\]"):
-        permtriton.dry_run("someone/model", **options)
 
 
 def test_the_hub_is_asked_for_the_revision_with_the_token(hub):

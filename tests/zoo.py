@@ -15,8 +15,7 @@ from permtriton import NMPattern, config_from
 from permtriton.data.samples import Samples
 from permtriton.methods.planning import Planned, plan_model
 from permtriton.methods.recipe_config import CompileConfig
-from permtriton.passes.apply_edits import apply_edits
-from permtriton.passes.edits import edits_of, moves_of
+from permtriton.passes.edits import apply_edits, edits_of, moves_of
 from permtriton.passes.plan import ChannelSpace, Plan
 
 VOCABULARY, HIDDEN, INTERMEDIATE, POSITIONS, LAYERS, HEADS, KEY_VALUE_HEADS = 90, 64, 112, 48, 2, 4, 2

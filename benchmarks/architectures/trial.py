@@ -29,8 +29,7 @@ from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.run import Run
 from permtriton.model.core import ENCODER_STATE, has_head
 from permtriton.model.experts import unstacked_experts
-from permtriton.passes.apply_edits import apply_edits
-from permtriton.passes.edits import edits_of, moves_of
+from permtriton.passes.edits import apply_edits, edits_of, moves_of
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.recipe import config_from
 

@@ -17,7 +17,6 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from permtriton.errors import ModelError, reading
-from permtriton.model.empty_model import check_counts
 from permtriton.model.headers import StoredTensor
 from permtriton.util.extras import require
 from permtriton.util.progress import Progress
@@ -84,7 +83,6 @@ def read_gguf(path: Path) -> GgufFile:
             str(e.name): e.data.tolist() for e in file.tensors if e.name.startswith(FACTORS) and (e.data != 1).any()
         }
         biases = frozenset(str(info.name) for info in file.tensors if info.name.endswith(".bias") and info.data.any())
-    check_counts(header, str(path))
     return GgufFile(path, stored, header, factors, biases)
 
 

@@ -13,7 +13,6 @@ from permtriton.errors import ModelError, reading, shown
 
 WEIGHTS_FILE, INDEX_FILE, CONFIG_FILE = "model.safetensors", "model.safetensors.index.json", "config.json"
 REPORT_FILE = "permtriton.json"  # marks a folder that permtriton wrote
-MAX_JSON_BYTES = 10**8
 # safetensors' name of each dtype that a weight may have
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -29,10 +28,6 @@ class StoredTensor:
 
 def read_json(path: Path) -> dict[str, Any]:
     with reading(f"{path} cannot be read as JSON", ModelError):
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(
-                f"{path} has {path.stat().st_size} bytes: expected a JSON file of at most {MAX_JSON_BYTES} bytes"
-            )
         content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a JSON {type(content).__name__}: expected an object")

@@ -5,16 +5,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 import transformers
 from safetensors import safe_open
-from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 from transformers.quantizers import AutoHfQuantizer
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
 from permtriton.model.copied_files import files_left_out, module_folders
-from permtriton.model.empty_model import build_empty, check_counts, refuse_shapes
 from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, read_quickly
 from permtriton.model.headers import (
     CONFIG_FILE,
@@ -78,8 +77,6 @@ def _loaded(source: Source, allow_compiled: bool, progress: Progress) -> PreTrai
     model_class = _model_class(source, config)
     _fetch_weights(source)
     stored = stored_tensors(source)
-    if not source.trust_remote_code:  # a model's own code may fail on the meta device
-        build_empty(model_class, config, stored, source.name)
     cannot = f"{source.name} cannot be loaded as {model_class.__name__}"
     with reading(cannot, ModelError), read_quickly(source.gguf):
         model, info = model_class.from_pretrained(
@@ -92,7 +89,13 @@ def _loaded(source: Source, allow_compiled: bool, progress: Progress) -> PreTrai
             **source.loading,
             **_options(source, config, str(device), dequantize=not allow_compiled),
         )
-    refuse_shapes(source.name, model_class, info["mismatched_keys"])
+    if differing := sorted(info["mismatched_keys"]):
+        tensor, shape, needed = differing[0]
+        raise ModelError(
+            f"{source.name}: {tensor} has the shape {list(shape)}, but {model_class.__name__} with this config.json "
+            f"needs {list(needed)}{f', and {len(differing) - 1} more differ' if differing[1:] else ''}: a size in "
+            "config.json is damaged, or it belongs to other weights"
+        )
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"{source.name} holds no weights for {missing[0]}"
@@ -126,12 +129,13 @@ def _options(source: Source, config: Any, device: str, *, dequantize: bool) -> d
 
 def load_empty_model(source: Source) -> PreTrainedModel:
     """Builds the model on the meta device from its config alone; of a compiled model, its original architecture."""
-    config, stored = config_of(source), None
-    with suppress(ModelError):  # no weights, or not all of them: the config is enough
-        stored = stored_tensors(source)
+    config = config_of(source)
     if _is_compiled(config):
         del config.quantization_config
-    return build_empty(_model_class(source, config), config, stored, source.name)
+    model_class, cannot = _model_class(source, config), "cannot be built from config.json"
+    with reading(f"{source.name}: {model_class.__name__} {cannot}", ModelError), torch.device("meta"):
+        model: PreTrainedModel = model_class._from_config(config)
+        return model.eval()
 
 
 def _left_out(model: PreTrainedModel, stored: Mapping[str, StoredTensor], unused: set[str], name: str) -> list[str]:
@@ -238,8 +242,8 @@ def config_of(source: Source) -> Any:
     check_folder(source)
     problem = f"transformers {transformers.__version__} cannot read it"
     if source.gguf is None:
-        problem, path = "its config.json cannot be used", source.folder / CONFIG_FILE
-        check_counts(read_json(path), str(path))
+        problem = "its config.json cannot be used"
+        read_json(source.folder / CONFIG_FILE)
     with reading(f"{source.name}: {problem}", ModelError), read_quickly(source.gguf):
         config = AutoConfig.from_pretrained(source.folder, **source.loading)
         if source.gguf is not None:
@@ -281,10 +285,6 @@ def _model_class(source: Source, config: Any) -> Any:
         raise ModelError(
             f"{source.name}: {names[0]} is not a model class of transformers {transformers.__version__}: upgrade "
             "transformers, or, if the model comes with its own code and you trust it, use `trust_remote_code=True`"
-        )
-    if model_class.forward is nn.Module.forward:
-        raise ModelError(
-            f"{source.name}: {names[0]} in config.json is only a base for model classes: name the one that was trained"
         )
     return model_class
 

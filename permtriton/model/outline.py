@@ -9,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError, reading
-from permtriton.model.empty_model import refuse_shapes
 from permtriton.model.headers import DTYPES, checkpoint_files
 from permtriton.model.load import check_folder, load_empty_model
 from permtriton.model.source import Source, dtype_of
@@ -47,9 +46,6 @@ def load_outline(source: Source, progress: Progress) -> tuple[PreTrainedModel, A
         with reading(f"{source.name}: the headers of its weights cannot be fetched from the hub", ModelError):
             headers = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=source.revision)
             stored = {name: tensor for file in headers.files_metadata.values() for name, tensor in file.tensors.items()}
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters() if name in stored}
-    differing = ((name, stored[name].shape, shape) for name, shape in shapes.items() if stored[name].shape != shape)
-    refuse_shapes(source.name, type(model), differing)
     dtype = dtype_of(source)
     if dtype == "auto" and model.config.dtype is None:
         dtype = next((DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in DTYPES), dtype)

@@ -2,7 +2,6 @@
 
 import os
 from copy import deepcopy
-from itertools import pairwise
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -48,7 +47,6 @@ def check_original(model: PreTrainedModel) -> None:
                 f"{name} was made inside torch.inference_mode, so that it cannot be changed: load the model outside"
             )
     check_towers(model)
-    _check_memory(model)
     check_weights(model)
 
 
@@ -74,19 +72,6 @@ def check_weights(model: PreTrainedModel) -> None:
             bad = int((~values.isfinite()).sum())
             raise ModelError(
                 f"{name}: {bad} of {parameter.numel()} weights are NaN or infinite; the checkpoint is damaged"
-            )
-
-
-def _check_memory(model: PreTrainedModel) -> None:
-    """Refuses two parameters that share memory: a change of one would change the other, too."""
-    there = [
-        (tensor.data_ptr(), tensor.nbytes, name) for name, tensor in model.named_parameters() if not tensor.is_meta
-    ]
-    for (start, size, name), (following, _, other) in pairwise(sorted(extent for extent in there if extent[1])):
-        if following < start + size:
-            raise ModelError(
-                f"{name} and {other} share memory, but are two parameters: make one nn.Parameter of them (tied "
-                "weights), or copy one of them"
             )
 
 
