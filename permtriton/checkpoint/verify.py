@@ -1,7 +1,6 @@
 """Verifies a checkpoint that was written: tensor by tensor, and by loading it as a user would."""
 
 from collections.abc import Set
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,8 @@ def _reloaded(compiled: Pruned, folder: Path) -> dict[str, Any]:
     with in_eval_mode(model, reloaded):
         difference = check_same_outputs(
             model_outputs(model, compiled.reference),
-            partial(model_outputs, reloaded, compiled.reference),
-            reloaded,
+            model_outputs(reloaded, compiled.reference),
+            model.dtype,
             "reloading the saved checkpoint",
         )
     return {"reloaded": "same outputs", "reload_difference": difference}

@@ -24,7 +24,7 @@ def check_graph(graph: fx.GraphModule, model: PreTrainedModel, samples: Samples,
     sample = _traced_sample(graph, model, samples)
     with torch.no_grad():
         traced = graph(*sample.inputs.values())[0].float().cpu()
-    check_same_outputs(traced, lambda: model_outputs(model, sample), model, stage)
+    check_same_outputs(traced, model_outputs(model, sample), model.dtype, stage)
     return ""
 
 
