@@ -22,7 +22,7 @@ from permtriton.passes.combining import Arguments, Rule, combine, contracted, jo
 from permtriton.passes.graph import SAME, aten
 from permtriton.passes.graph_values import Crossed, ParameterValue, leaves
 from permtriton.passes.product_rules import NORMS, PRODUCTS
-from permtriton.passes.row_rules import index_add, index_put, joined_weights, known_size, summed_parts, taken_rows
+from permtriton.passes.row_rules import index_add, index_put, known_size, summed_parts, taken_rows
 
 # The same values in another shape or order: the operator itself runs on the ids.
 LAYOUT = {
@@ -102,10 +102,6 @@ def _layout(c: Channels, args: Arguments) -> Any:
 def _cat(c: Channels, args: Arguments) -> Any:
     """Concatenates; a constant beside channels that repeat along ``dim`` counts as one more value of each channel."""
     tensors, dim = args["tensors"], args["dim"]
-    if len(tensors) > 1 and all(
-        isinstance(x, ParameterValue) and len(x.shape) > 1 and None not in x.dims for x in tensors
-    ):
-        return joined_weights(c, tensors, dim)
     part_counts = {len(x.parts) for x in tensors if isinstance(x, Crossed)}
     count = part_counts.pop() if len(part_counts) == 1 else 1
     results = []

@@ -10,7 +10,7 @@ from permtriton.passes.channel_ids import differing_dims, differs, of_several_ax
 from permtriton.passes.channels import Channels
 from permtriton.passes.combining import Arguments, combine, mapped
 from permtriton.passes.graph import PERMUTE, SPARSE_LINEAR, aten
-from permtriton.passes.graph_values import Crossed, ParameterValue, leaves
+from permtriton.passes.graph_values import leaves
 
 # Operators whose rule takes ids of one row in place of rows whose number depends on data.
 BY_ROWS = {
@@ -70,26 +70,6 @@ def _indexed(dim: int, index: fx.Node) -> range:
     """Returns the dimensions, from ``dim`` on, that an index replaces: one for positions, as many as a mask has."""
     value = index.meta["val"]
     return range(dim, dim + (value.ndim if value.dtype == torch.bool else 1))
-
-
-def joined_weights(c: Channels, weights: Sequence[ParameterValue], dim: int) -> Crossed:
-    """Returns the ids of weights that are concatenated along one dimension; in the others, their channels are joined.
-
-    Each element belongs to a channel of every dimension: MobileBERT's head is a product with such a matrix.
-    """
-    first, dim = weights[0], dim % len(weights[0].shape)
-    shape = list(first.shape)
-    shape[dim] = sum(weight.shape[dim] for weight in weights)
-    parts = []
-    for number in range(len(shape)):
-        axes = [c.axis(weight, number) for weight in weights]
-        if number != dim:
-            for axis in axes[1:]:
-                c.unite(axes[0], axis)
-        ids = torch.cat(axes) if number == dim else axes[0]
-        c.touch(ids)
-        parts.append(ids.view([-1 if position == number else 1 for position in range(len(shape))]).expand(shape))
-    return Crossed(tuple(parts))
 
 
 def index_add(c: Channels, args: Arguments) -> Any:
