@@ -1,12 +1,11 @@
 """Traces a model to a `torch.fx` graph over the model's own parameters, with the last hidden state as an output."""
 
 import copy
-import inspect
 import io
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from itertools import product
 from operator import attrgetter
@@ -87,40 +86,12 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> tuple[fx.Gra
         if not alike:
             graph_module.meta[OTHER_VALUES] = True
         return graph_module, range(len(exported.graph_signature.user_outputs) - 1 + is_embedder(model))
-    _check_runs(model, samples)
     raise ModelError(
         f"{type(model).__name__} cannot be traced: {_described(problems[0])}. permtriton needs a model that runs on "
-        f"{model.main_input_name} alone, and whose branches do not depend on the values of its inputs; of a model with "
-        "towers for text and images, save one tower as a model of its own"
+        f"{model.main_input_name} alone, or on a mapping of what else its forward needs (`ids=` in Python, a "
+        ".safetensors file on the command line), and whose branches do not depend on the values of its inputs; of a "
+        "model with towers for text and images, save one tower as a model of its own"
     ) from problems[0]
-
-
-def _check_runs(model: PreTrainedModel, samples: Sequence[Samples]) -> None:
-    """Refuses a model that fails on every sample even without being traced."""
-    called = _on_cpu(_Probed(model, masked=False)).model
-    problems: list[Exception] = []
-    for sample in samples:
-        try:
-            with torch.no_grad(), without_cache(called), _quiet():
-                called(**sample.to(called.device, called.dtype).inputs)
-            return
-        except Exception as error:  # the model's code may raise any kind
-            problems.append(error)
-    tried = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in samples[0].inputs.items())
-    raise ModelError(
-        f"{type(model).__name__} cannot be traced, because it does not run by itself on {tried}: "
-        f"{_described(problems[0])}. {_remedy(model)}"
-    ) from problems[0]
-
-
-def _remedy(model: PreTrainedModel) -> str:
-    main = model.main_input_name
-    if main == "input_ids" or "input_ids" not in inspect.signature(model.forward).parameters:
-        return "Check config.json, and that transformers alone can run the model"
-    return (
-        f"Calibrate it on a mapping of input_ids, {main} and what else its forward needs, one row for each sample: in "
-        "Python by ids=, on the command line by a .safetensors file of these tensors"
-    )
 
 
 def _check_not_random(model: PreTrainedModel, graph_module: fx.GraphModule) -> None:

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 from transformers import PreTrainedModel
 
-from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, checkpoint_files
+from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from permtriton.model.name import DEMO
 from permtriton.model.source import MODULES, Source, source_of_loaded
 from permtriton.util.output_files import real_path
@@ -16,7 +16,6 @@ LARGEST = 64 * 2**20  # bytes; a larger file is not copied, unless it is in a fo
 WRITTEN = ("README.md", CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, "generation_config.json", "permtriton*.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.pkl",
            "*.np[yz]", "*.index.json", "optimizer*", "scheduler*", "trainer_state.json")  # fmt: skip
-WITH_THE_TOKENIZER = "additional_chat_templates"
 OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weights, or of copies of them
 
 
@@ -48,17 +47,6 @@ def copied_files(source: Source) -> list[str]:
     stays = (".*", *WRITTEN, *WEIGHTS, *OUTDATED)
     inside = [path for module in modules for path in (folder / module).rglob("*") if path.is_file()]
     return sorted([*(n for n in small if not _is(n, stays)), *(str(path.relative_to(folder)) for path in inside)])
-
-
-def files_left_out(source: Source) -> list[str]:
-    """Returns the names in a model's folder that are not copied: other weights, large or outdated files, subfolders."""
-    if source.gguf is not None or source.name == DEMO:
-        return []
-    weights = (file.name for file in checkpoint_files(source.folder))
-    known = {WITH_THE_TOKENIZER, *weights, *(name.split("/")[0] for name in copied_files(source))}
-    others = (path for path in source.folder.iterdir() if path.name not in known)
-    names = (f"{path.name}/" if path.is_dir() else path.name for path in others)
-    return sorted(name for name in names if not _is(name, (".*", "_*", *WRITTEN)))
 
 
 def _is(name: str, patterns: tuple[str, ...]) -> bool:

@@ -53,33 +53,19 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def indexed_files(index: Path) -> list[str]:
     """Returns the names of the files that an index names; refuses those of other folders and of other formats."""
-    names = sorted(set(_weight_map(index).values()))
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise ModelError(f"{index}: weight_map is not an object of tensor names and file names; the file is damaged")
+    names = sorted(set(listed.values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index} names the file {shown(name)}: expected a .safetensors file in the same folder")
     return names
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    listed = read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
-        raise ModelError(f"{index}: weight_map is not an object of tensor names and file names; the file is damaged")
-    return listed
-
-
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """Reads and checks the headers of a checkpoint that permtriton wrote: one file, or shards and their index."""
-    stored = read_headers(checkpoint_files(folder))
-    index = folder / INDEX_FILE
-    actual = {name: tensor.file.name for name, tensor in stored.items()}
-    listed = _weight_map(index) if index.is_file() else actual
-    if differing := sorted(name for name in {**actual, **listed} if actual.get(name) != listed.get(name)):
-        name = differing[0]
-        raise ModelError(
-            f"{index}: tensor {name} is in {actual.get(name, 'no file')}, but the index says "
-            f"{listed.get(name, 'nowhere')}; the checkpoint is damaged"
-        )
-    return stored
+    """Reads and checks the headers of a checkpoint: one file, or the shards that its index names."""
+    return read_headers(checkpoint_files(folder))
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:

@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.quantizers import AutoHfQuantizer
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
-from permtriton.model.copied_files import files_left_out, module_folders
+from permtriton.model.copied_files import module_folders
 from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, read_quickly
 from permtriton.model.headers import (
     CONFIG_FILE,
@@ -21,9 +21,8 @@ from permtriton.model.headers import (
     REPORT_FILE,
     WEIGHTS_FILE,
     StoredTensor,
-    checkpoint_files,
     indexed_files,
-    read_headers,
+    read_checkpoint,
     read_json,
 )
 from permtriton.model.prunable import check_weights, compiled_already, rehearse_saving
@@ -51,8 +50,6 @@ def load_original(
     tokenizer = load_processor(source, model, progress)
     if saved:
         rehearse_saving(source.name, model, tokenizer)
-        if others := files_left_out(source):
-            progress.say(f"not copied (other weights, large or outdated files, subfolders): {listed(others)}")
     return model, tokenizer
 
 
@@ -205,7 +202,7 @@ def _is_compiled(config: Any) -> bool:
 
 def stored_tensors(source: Source) -> dict[str, StoredTensor]:
     """Returns the tensors of a checkpoint, after checking its headers and index."""
-    return source.gguf.stored if source.gguf else read_headers(checkpoint_files(source.folder))
+    return source.gguf.stored if source.gguf else read_checkpoint(source.folder)
 
 
 def _fetch_weights(source: Source) -> None:

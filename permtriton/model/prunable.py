@@ -41,11 +41,6 @@ def check_original(model: PreTrainedModel) -> None:
             f"this {type(model).__name__} is divided between {' and '.join(devices)}: load it without device_map, or "
             "give the folder in place of the model"
         )
-    for name, parameter in model.named_parameters():
-        if parameter.is_inference():
-            raise ModelError(
-                f"{name} was made inside torch.inference_mode, so that it cannot be changed: load the model outside"
-            )
     check_towers(model)
     check_weights(model)
 
