@@ -8,7 +8,7 @@ from permtriton.checkpoint.read_record import Record
 from permtriton.data.samples import Samples
 from permtriton.methods.run import Run
 from permtriton.model.core import divides_text
-from permtriton.model.name import is_hub_name, loading_name
+from permtriton.model.name import is_hub_name
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import compile_command
 from permtriton.util.machine import determinism, device_name, peak_memory, versions
@@ -23,7 +23,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any]) ->
         evaluation: measure, with its values for the dense and the compiled model; empty if nothing was measured.
     """
     model, config, plan, indices = run.model, run.config, run.plan, run.indices
-    name = loading_name(model.name_or_path or "")
+    name = model.name_or_path or ""
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
     return {
         "model": name,

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from permtriton import demo
 from permtriton.errors import ConfigError
 
 DEMO = "demo"
@@ -25,11 +24,6 @@ def shown_name(model: str, on_hub: bool | None = None) -> str:
         return model
     name = os.path.basename(os.path.abspath(model))
     return f"./{name}" if name == DEMO or name.startswith("-") else name  # else it would be the demo, or an option
-
-
-def loading_name(path: str) -> str:
-    """Returns the name that loads the model of a path: ``demo`` for the folder in the package, else the path."""
-    return DEMO if path == str(demo.FOLDER) else path
 
 
 def location_of(model: str | Path) -> str:

@@ -1,10 +1,10 @@
 """The source of a model: a folder, the hub, a GGUF file or the demo, with its device and dtype."""
 
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -41,11 +41,6 @@ class Source:
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for part in fields(self):
-            if not isinstance(value := getattr(self, part.name), cast(type, part.type)):
-                expected = "True or False" if part.type is bool else "text"
-                # Only the type is named: the value may be a token.
-                raise ConfigError(f"{part.name} is a {type(value).__name__}: expected {expected}")
         object.__setattr__(self, "token", checked_token(self.token))
 
     @property
