@@ -81,7 +81,7 @@ def test_lists_of_words_are_read_at_once_and_as_gguf_reads_them(file, monkeypatc
     monkeypatch.setattr(GGUFReader, "_get_field_parts", lambda *call: calls.append(call) or read(*call))
     expected = GGUFReader(file).fields
     elements = len(calls)
-    found = gguf_file._reader(words=True)(file).fields
+    found = gguf_file._reader()(file).fields
     assert len(calls) - elements < len(expected), "no call per word"
     assert {name: each.contents() for name, each in found.items()} == {
         name: each.contents() for name, each in expected.items()

@@ -65,7 +65,7 @@ def in_words(types: Mapping[str, int]) -> str:
 def read_gguf(path: Path) -> GgufFile:
     require(path.name, "gguf", "accelerate")
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
-        file = _reader(words=False)(path)
+        file = _reader()(path)
         stored = {
             str(tensor.name): StoredTensor(path, tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))))
             for tensor in file.tensors
@@ -208,26 +208,22 @@ def _takes_factors(config: Any, factors: Mapping[str, Sequence[float]]) -> bool:
 
 
 @contextmanager
-def read_quickly(file: GgufFile | None, *, words: bool = False) -> Iterator[None]:
+def read_quickly(file: GgufFile | None) -> Iterator[None]:
     """Makes transformers read GGUF files by `_reader` inside the ``with`` block, unless ``file`` is None."""
     if file is None:
         yield
         return
     import gguf
 
-    with mock.patch.object(gguf, "GGUFReader", _reader(words)):
+    with mock.patch.object(gguf, "GGUFReader", _reader()):
         yield
 
 
 @cache
-def _reader(words: bool) -> Any:
+def _reader() -> Any:
     """Returns gguf's reader class, changed so that it refuses truncated files and reads lists fast.
 
     gguf's own reader reads element by element, which takes half a minute for the 262,144 words of Gemma 3.
-
-    Args:
-        words: whether to read lists of texts. If not, each text becomes a zero, which transformers parses faster: a
-            config needs only the number of words.
     """
     from gguf import GGUFReader, GGUFValueType
 
@@ -248,12 +244,11 @@ def _reader(words: bool) -> Any:
                 parts, end = list(values.reshape(-1, 1)), start + values.nbytes
             elif kind == GGUFValueType.STRING:
                 data: Any = np.asarray(self.data)
-                buffer, parts, end, zero = memoryview(data), [], start, np.zeros(1, np.uint32)
+                buffer, parts, end = memoryview(data), [], start
                 for _ in range(length):  # beyond the end of the file, this or the next read fails
                     begin = end + 8
                     end = begin + struct.unpack_from("=Q", buffer, end)[0]
-                    parts.append(data[begin:end] if words else zero)
-                kind = kind if words else GGUFValueType.UINT32
+                    parts.append(data[begin:end])
             else:
                 return super()._get_field_parts(orig_offs, raw_type)
             types = [GGUFValueType.ARRAY, *([kind] if length else [])]

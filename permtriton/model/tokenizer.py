@@ -57,7 +57,7 @@ def unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrainedTokenizerBase | None:
     try:
         cannot = f"{source.name}: its tokenizer cannot be loaded"
-        with reading(cannot, ModelError), read_quickly(source.gguf, words=True):
+        with reading(cannot, ModelError), read_quickly(source.gguf):
             tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.loading)
             _check_vocabulary(source, tokenizer)
             if source.gguf is not None:
