@@ -9,7 +9,6 @@ from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
 from permtriton.errors import ModelError
@@ -133,8 +132,6 @@ class GatheredLinear(_Permuting, nn.Linear):
             linear: linear whose columns are in the order of ``x[..., gather_index]``, or of ``x`` without an index.
             gather_index: index of a new gather ``[in_features]``, or None.
         """
-        if parametrize.is_parametrized(linear, "weight"):
-            raise ModelError("a linear with a parametrized weight cannot be shared: remove the parametrization first")
         gather = linear.gather if isinstance(linear, GatheredLinear) else None
         if gather_index is not None:
             assert gather is None, "a linear that gathers already takes a composed index"
@@ -200,8 +197,6 @@ class SparseLinear(GatheredLinear):
         """
         if self.pattern is not None:
             raise ModelError(f"this linear is packed at {self.pattern} already: unpack it first")
-        if parametrize.is_parametrized(self, "weight"):
-            raise ModelError("a linear with a parametrized weight cannot be packed: remove the parametrization first")
         return self.set_packed(pattern, *self._pack(self.weight.detach(), pattern))
 
     def set_packed(self, pattern: NMPattern, *parts: Tensor) -> Self:
