@@ -40,8 +40,7 @@ def load_original(
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
     Args:
-        saved: whether the model will be saved. If so, a model that could not be saved is refused now, and the files
-            that are copied when it is saved are fetched now.
+        saved: whether the model will be saved. If so, a model that could not be saved is refused now.
     """
     progress = progress or NoProgress()
     model = load_model(source, allow_compiled=False, progress=progress)
@@ -73,7 +72,7 @@ def _loaded(source: Source, allow_compiled: bool, progress: Progress) -> PreTrai
         raise compiled_already(source.name)
     model_class = _model_class(source, config)
     _fetch_weights(source)
-    stored = stored_tensors(source)
+    stored = {} if source.gguf else read_checkpoint(source.folder)
     cannot = f"{source.name} cannot be loaded as {model_class.__name__}"
     with reading(cannot, ModelError), read_quickly(source.gguf):
         model, info = model_class.from_pretrained(
@@ -198,11 +197,6 @@ def _is_compiled(config: Any) -> bool:
     """Whether the config says that permtriton wrote the weights; `save_pretrained` writes no permtriton.json."""
     stored = getattr(config, "quantization_config", None)
     return isinstance(stored, dict) and stored.get("quant_method") == "permtriton"
-
-
-def stored_tensors(source: Source) -> dict[str, StoredTensor]:
-    """Returns the tensors of a checkpoint, after checking its headers and index."""
-    return source.gguf.stored if source.gguf else read_checkpoint(source.folder)
 
 
 def _fetch_weights(source: Source) -> None:
