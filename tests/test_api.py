@@ -267,14 +267,14 @@ def test_a_compiled_model_runs_tasks_alone(here):
         compiled_model.evaluate("none", against="my-model", tasks=["foxes"], tasks_dir="tasks")
 
 
-@pytest.mark.parametrize("token", ["hf secret", "hf_s\u00e9cret", " ", "hf_\nsecret", b"hf_secret"])
+@pytest.mark.parametrize("token", ["hf secret", "hf_s\u00e9cret", " ", "hf_\nsecret"])
 def test_a_token_that_cannot_be_one_is_not_shown(token, here):
     for call in (
         lambda: permtriton.inspect("my-model", token=token),
         lambda: permtriton.compile("my-model", data=TEXTS, token=token, **QUICK),
         lambda: permtriton.evaluate("my-model", TEXTS, token=token),
     ):
-        with pytest.raises(ConfigError, match=r"`token=` is empty, or holds|token is a bytes") as caught:
+        with pytest.raises(ConfigError, match=r"`token=` is empty, or holds") as caught:
             call()
         assert "cret" not in str(caught.value)
     assert Source("my-model", token="hf_secret\n").token == "hf_secret", "as it is read from a file"
