@@ -17,8 +17,9 @@ are the sizes of the blocks in channel order; ``dP`` holds the blocks' matrices 
 ``[sum of sizes^2]``. The fast case is a weight whose input dimension has the larger stride (``W.t()`` contiguous):
 whole rows of ``W.t()`` are gathered.
 Bytes moved: forward W read, W_eff written; backward dW_eff and W read. On a GPU a Triton kernel masks weights of 16 and
-32 bits in groups of up to four, and that of nm_mask_backward_triton.py computes the gradient, also in larger groups.
-Everything else runs the reference, one tile of blocks at a time.
+32 bits in groups of up to four. Masks of other weights and the gradient are computed in plain torch, one tile of blocks
+at a time: by default the step ``learned`` takes the gradient of `permtriton.kernels.placement_gradient`, which has a
+kernel of its own.
 
 A program of the forward pass holds ``TILE_O`` rows of W times ``TILE_GROUPS`` groups of the permuted order, with one
 tensor per slot of a group, so that scores are compared tensor by tensor and no data crosses threads. A comparison is
@@ -31,7 +32,8 @@ Floor: 4 bytes per weight at 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -39,7 +41,6 @@ from torch import Tensor
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
-from permtriton.kernels.nm_mask_backward_triton import equal_blocks, nm_mask_backward_triton, takes
 from permtriton.kernels.operator import operator
 from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
@@ -95,7 +96,7 @@ def nm_mask_reference(
     return masked.t()
 
 
-def nm_mask_backward_reference(
+def nm_mask_backward(
     grad: Tensor,
     weight: Tensor,
     importance: ImportanceFactors,
@@ -103,7 +104,7 @@ def nm_mask_backward_reference(
     blocks: Sequence[int],
     group: int,
 ) -> Tensor:
-    """Returns dP, flat ``[sum of sizes^2]``, in the dtype of ``importance.scale``, without autograd.
+    """Returns dP, flat ``[sum of sizes^2]``, in the dtype of ``importance.scale``.
 
     dP is the gradient of a softmax over whole groups, so that it does not depend on how many weights a group keeps. It
     is linear in ``grad``, which is dL/dW_eff, ``[O, C]``. ``group`` is that of the pattern; the other arguments are as
@@ -124,6 +125,20 @@ def nm_mask_backward_reference(
         product = torch.bmm(agreement.view(shape), soft.view(shape).mT)
         products.append(product.baddbmm_(scores.view(shape), grad_scores.view(shape).mT).reshape(-1))
     return torch.cat(products)
+
+
+def equal_blocks(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (first channel, block size, number of blocks, first entry of their matrices) of runs of same-size blocks.
+
+    A run has at most ``most`` channels; a block with more channels is a run of its own.
+    """
+    first = offset = 0
+    for size, run in groupby(blocks):
+        left = len(list(run))
+        while left:
+            count = min(left, max(most // size, 1))
+            yield first, size, count, offset
+            first, offset, left = first + size * count, offset + size * size * count, left - count
 
 
 TILE = 1 << 19  # weights per tile on a CPU: temporaries stay in the cache, five times faster than whole weights
@@ -226,15 +241,6 @@ def nm_mask_triton(
 def supports(weight: Tensor, scale: Tensor) -> bool:
     """Whether the kernels support the dtypes: bfloat16, float16 or float32 weights with a float32 ``scale``."""
     return weight.dtype in DTYPES and scale.dtype == torch.float32
-
-
-nm_mask_backward = operator(
-    lambda grad, weight, importance, index, blocks, *_: importance.scale.new_empty(sum(size**2 for size in blocks)),
-    launcher=nm_mask_backward_triton,
-    supports=lambda grad, weight, importance, index, blocks, group: (
-        supports(weight, importance.scale) and takes(weight, blocks, group)
-    ),
-)(nm_mask_backward_reference)
 
 
 @operator(

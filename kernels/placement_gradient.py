@@ -30,8 +30,7 @@ from torch import Tensor
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Config, jit, tl, triton
-from permtriton.kernels.nm_mask import group_ranks, supports
-from permtriton.kernels.nm_mask_backward_triton import equal_blocks
+from permtriton.kernels.nm_mask import equal_blocks, group_ranks, supports
 from permtriton.kernels.operator import operator
 from permtriton.kernels.swap_gains import (
     ALIGN,

@@ -27,7 +27,6 @@ from permtriton.kernels import (
     sparsegpt_block,
     swap_gains,
 )
-from permtriton.kernels import nm_mask_backward_triton as backward
 from permtriton.kernels import norm_permute as norms
 from permtriton.kernels.autotune import forced
 from permtriton.kernels.importance import ImportanceFactors
@@ -198,20 +197,6 @@ def _nm_mask() -> Iterator[Build]:
         about = f"{name_of(dtype)}{' row-major' if row_major else ''}"
         table = () if row_major else ("nm_mask", nm_mask.CONFIGS)
         yield from builds_of(about, partial(masked, dtype, row_major), *table)
-
-    def gradient(dtype: torch.dtype, size: int, group: int, rows: int, wanda: bool) -> object:
-        weight = torch.empty(4 * size, rows, dtype=dtype).t()
-        statistics = (None, None) if wanda else (torch.empty(rows), torch.empty(4 * size))
-        factors, index = ImportanceFactors(1, torch.empty(4 * size), *statistics), torch.empty(4 * size).long()
-        return backward.nm_mask_backward_triton(weight, weight, factors, index, [size] * 4, group)
-
-    shapes = [(size, 4, rows) for size, rows in product((64, 16, 32), (4096, 4112))] + [(64, 16, 4096)]
-    variants = [(dtype, *shape, False) for dtype, shape in product((torch.bfloat16, torch.float32), shapes)]
-    for dtype, size, group, rows, wanda in [*variants, (torch.bfloat16, *shapes[0], True)]:
-        about = f"{name_of(dtype)} {rows} rows, blocks of {size} in groups of {group}"
-        about += ", Wanda" if wanda else ""
-        call = partial(gradient, dtype, size, group, rows, wanda)
-        yield from builds_of(about, call, "nm_mask_backward", backward.CONFIGS, aligned=True)
 
 
 def _placement_gradient() -> Iterator[Build]:

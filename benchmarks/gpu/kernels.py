@@ -16,7 +16,7 @@ from benchmarks.gpu.bench import Bench, Prepare
 from benchmarks.gpu.table import PAIRS
 from permtriton.kernels.distances import distances_reference
 from permtriton.kernels.launch import jit, multiprocessors, tl, triton
-from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
+from permtriton.kernels.nm_mask import nm_mask_reference
 from permtriton.kernels.placement_gradient import placement_gradient_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
 from permtriton.kernels.sparsegpt_block import sparsegpt_block_reference
@@ -24,7 +24,6 @@ from permtriton.kernels.tools.case import BLOCK, Arguments, Case
 from permtriton.kernels.tools.cases import (
     assignment_case,
     distances_case,
-    nm_mask_backward_case,
     nm_mask_case,
     norm_permute_case,
     permute_case,
@@ -216,15 +215,10 @@ def _linear_assignment(inputs: Arguments) -> Callable[[], tuple[Tensor, Tensor]]
 
 
 def masks(bench: Bench) -> None:
-    """The masked weight of the largest linear, the gradient of its permutation, and unpacking it."""
+    """The masked weight of the largest linear, and unpacking it."""
     rows, channels = bench.pick((11008, 4096), (96, 128))
-
-    for name, make, eager in (
-        ("forward", nm_mask_case, nm_mask_reference),
-        ("backward", nm_mask_backward_case, nm_mask_backward_reference),
-    ):
-        peers: dict[str, Prepare] = {"eager torch": lambda inputs, eager=eager: partial(eager, *inputs)}
-        bench.compare(f"nm_mask {name}", make(rows, channels, bench.dtype), peers, copies=True)
+    peers: dict[str, Prepare] = {"eager torch": lambda inputs: partial(nm_mask_reference, *inputs)}
+    bench.compare("nm_mask", nm_mask_case(rows, channels, bench.dtype), peers, copies=True)
     bench.compare("unpack", unpack_case(rows, channels, bench.dtype), {}, copies=True)
 
 

@@ -12,9 +12,7 @@ from benchmarks.gpu.recording import CudaLaunch, Launch
 from permtriton.kernels import placement_gradient
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.assignment import launched
-from permtriton.kernels.launch import triton
 from permtriton.kernels.nm_mask import nm_mask_triton
-from permtriton.kernels.nm_mask_backward_triton import nm_mask_backward_triton
 from permtriton.kernels.norm_permute import add_norm_permute_triton, norm_permute_triton
 from permtriton.kernels.packing import unpack_triton
 from permtriton.kernels.permute import permute_triton
@@ -25,7 +23,6 @@ from permtriton.kernels.tools.cases import (
     POSITIONS,
     add_norm_permute_case,
     assignment_case,
-    nm_mask_backward_case,
     nm_mask_case,
     norm_permute_case,
     permute_case,
@@ -55,7 +52,8 @@ def floors(gpu: Gpu) -> Iterator[Floor]:
     for make, launch in ((sinkhorn_case, sinkhorn_triton), (sinkhorn_backward_case, sinkhorn_backward_triton)):
         yield Floor(make(BLOCKS, BLOCK), launch, entries, "entry", lambda launch: (launch.numbers["rounds"],))
     yield Floor(assignment_case(BLOCKS, BLOCK), launched, entries, "score", None)
-    yield from _of_masks()
+    case = nm_mask_case(ROWS, CHANNELS, torch.bfloat16)
+    yield Floor(case, nm_mask_triton, ROWS * CHANNELS, "weight", lambda launch: ())
     yield _of_placement_gradients()
     yield _of_swaps()
     case = unpack_case(ROWS, CHANNELS, torch.bfloat16)
@@ -71,16 +69,6 @@ def _per_tile(launch: Launch) -> tuple[float, ...]:
 
 def _per_row(launch: Launch) -> tuple[float, ...]:
     return (launch.numbers["rows"] / launch.grid[0],)
-
-
-def _of_masks() -> Iterator[Floor]:
-    def loops(launch: Launch) -> tuple[float, ...]:  # once per tile of rows
-        rows = launch.numbers["rows"] * launch.constants["ALIGN"]
-        return (triton.cdiv(rows, launch.constants["TILE_O"]) / launch.grid[1],)
-
-    shape, weights = (ROWS, CHANNELS, torch.bfloat16), ROWS * CHANNELS
-    yield Floor(nm_mask_case(*shape), nm_mask_triton, weights, "weight", lambda launch: ())
-    yield Floor(nm_mask_backward_case(*shape), nm_mask_backward_triton, weights, "weight", loops)
 
 
 def _of_placement_gradients() -> Floor:

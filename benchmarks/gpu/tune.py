@@ -14,7 +14,6 @@ from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.cases import (
     assignment_case,
-    nm_mask_backward_case,
     nm_mask_case,
     norm_permute_case,
     permute_case,
@@ -56,7 +55,7 @@ def by_value(bench: Bench) -> list[Case]:
     return [
         *(sparse_linear_case(count, *shape, dtype) for count in tokens for shape in shapes),
         *(sparse_linear_fp8_case(count, *shape, dtype) for count in tokens for shape in shapes),
-        nm_mask_backward_case(*size, dtype), nm_mask_case(*size, dtype),
+        nm_mask_case(*size, dtype),
         sinkhorn_backward_case(*blocks), sinkhorn_case(*blocks), assignment_case(*blocks),
         norm_permute_case(*rows, dtype), permute_case(*rows, dtype),
     ]  # fmt: skip

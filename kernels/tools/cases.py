@@ -12,7 +12,6 @@ from permtriton.kernels import (
     cusparselt,
     distances,
     nm_mask,
-    nm_mask_backward_triton,
     packing,
     permute,
     placement_gradient,
@@ -97,17 +96,6 @@ def nm_mask_case(out_features: int, in_features: int, dtype: torch.dtype) -> Cas
     return Case(
         "nm_mask", f"{out_features}x{in_features}", dtype, inputs, nm_mask.nm_mask, nm_mask.nm_mask_reference, 1e-3,
         2 * out_features * in_features * dtype.itemsize, {"nm_mask": nm_mask.CONFIGS},
-    )  # fmt: skip
-
-
-def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtype) -> Case:
-    """The gradient of the soft permutation of `nm_mask_case`."""
-    return Case(
-        "nm_mask backward", f"{out_features}x{in_features}", dtype,
-        lambda random: (*_of_learning(random, out_features, in_features, dtype), PATTERN.group),
-        nm_mask.nm_mask_backward, in_float64(nm_mask.nm_mask_backward_reference), 2e-2,
-        2 * out_features * in_features * dtype.itemsize + in_features * BLOCK * 4,
-        {"nm_mask_backward": nm_mask_backward_triton.CONFIGS}, 2 * 2 * out_features * in_features * BLOCK,
     )  # fmt: skip
 
 
@@ -333,12 +321,11 @@ def cases_by_kernel(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype) -
     weights = [(o, c, dtype) for o, c in shapes]
     rows = [(t, c, dtype) for t in tokens for _, c in shapes]
     products = [(t, *weight) for t in tokens for weight in weights]
-    of_masks = (nm_mask_case, nm_mask_backward_case)
     of_norms = (norm_permute_case, add_norm_permute_case)
     return {
         "assignment": [assignment_case(*blocks)],
         "distances": [distances_case(o, c // BLOCK) for o, c in shapes if c >= BLOCK],
-        "nm_mask": [make(*weight) for weight in weights for make in of_masks],
+        "nm_mask": [nm_mask_case(*weight) for weight in weights],
         "norm_permute": [make(*size) for size in rows for make in of_norms],
         "packing": [unpack_case(*weight) for weight in weights],
         "permute": [permute_case(*size) for size in rows],

@@ -200,7 +200,6 @@ def test_operators_pass_opcheck(device):
     for op, arguments in [
         (ops.sinkhorn_backward.default, (torch.rand(3, 32, 32, device=device), logits.detach(), scales, scales, 0.5)),
         (ops.nm_mask.default, (*mask, 2, 4)),
-        (ops.nm_mask_backward.default, (torch.randn_like(mask[0]), *mask, 4)),
         (ops.swap_gains.default, swaps),
         (ops.unpack.default, (values, positions, 64, 2, 4)),
         (ops.permute.default, (x, index)),
