@@ -14,10 +14,13 @@ import permtriton
 from permtriton import config_from
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.samples import Samples
-from permtriton.driver import forecast
-from permtriton.driver.forecast import check_disk, disk_needs, duration, measured_pass
+from permtriton.driver import forecast, memory_forecast
+from permtriton.driver.forecast import assumed_pass, check_disk, disk_needs, duration, measured_pass
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
+from permtriton.methods.sizes import MemoryEstimate
+from permtriton.model.experts import unstacked_experts
+from permtriton.running.placement import DevicePlacement
 from permtriton.running.resume import Workspace
 from permtriton.util.sparsity import NMPattern
 
@@ -186,13 +189,35 @@ def test_a_dry_run_for_other_devices_reads_no_text(desk):
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["memory"]["peak"] > 0
-    assert found["seconds"] is None, "nothing is timed for a GPU that is not there"
+    assert all(seconds > 0 for seconds in found["seconds"].values())
+    assert "assumed" in found["assumed"], "nothing is timed on a GPU that is not there"
 
 
 def test_a_dry_run_for_other_devices_shares_the_samples_among_them(desk):
     result = RUNNER.invoke(app, desk.compile("--dry-run", "--devices", "4x80", "--shard"))
     assert result.exit_code == 0, result.output
     assert "spread over the devices" in " ".join(result.stdout.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(("name", "number"), [("num_experts_per_tok", 2), ("top_k_experts", 2), ("moe_topk", [1, 3])])
+@pytest.mark.slow
+def test_a_token_runs_the_experts_that_it_is_sent_to(name, number):
+    """Two of five, unless calibration has it run all of them; Gemma 4 and HunYuan call their number otherwise."""
+    model, gpu, needs = (
+        zoo.build("qwen3_moe"),
+        memory_forecast.Devices("cuda", 1, 1),
+        MemoryEstimate(DevicePlacement.WHOLE, 0, 0, 0, {}),
+    )
+    model.config.num_experts_per_tok = 0
+    setattr(model.config, name, number)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    every = sum(p.numel() for p in model.parameters())
+    with unstacked_experts(model):
+        own, all_of_them = (
+            assumed_pass(zoo.start(model, config_from({"calibrate_all_experts": wanted}), SAMPLES), needs, gpu)
+            for wanted in (False, True)
+        )
+    assert own / all_of_them == pytest.approx(1 - experts * 3 / 5 / every)
 
 
 @pytest.mark.slow

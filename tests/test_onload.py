@@ -239,3 +239,5 @@ def test_a_model_of_70b_fits_a_gpu_of_80_gib(tmp_path):
     assert not report["refused"]
     assert report["memory"]["placement"] == "onloaded"
     assert 60 << 30 < report["memory"]["peak"] < 80 << 30
+    assert all(seconds > 0 for seconds in report["seconds"].values())
+    assert "assumed" in report["assumed"]

@@ -12,7 +12,7 @@ from permtriton.recipe import all_options
 
 SHELL = {"json", "help_all", "dry_run", "devices"}  # of `dry_run` there is a function
 # Files that the shell alone writes: from Python, the result is returned.
-WRITTEN = {"inspect": {"graph"}, "evaluate": {"output", "overwrite"}}
+WRITTEN = {"evaluate": {"output", "overwrite"}}
 
 
 @pytest.mark.parametrize("name", ["compile", "compare", "evaluate", "export", "inspect", "report"])

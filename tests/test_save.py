@@ -301,12 +301,6 @@ def biased(model):
     return model
 
 
-def of_inference_mode(model):
-    with torch.inference_mode():
-        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.clone(), requires_grad=False)
-    return model
-
-
 UP = "model.layers.0.mlp.up_proj"
 MISSING = "is missing or tied, expected"
 UNSAVABLE = {
@@ -319,7 +313,6 @@ UNSAVABLE = {
     "adapted": (adapted, {}, ModelError, f"{UP}.weight {MISSING}.*merge adapters"),
     "tied": (tied, {}, ModelError, f"lm_head.weight {MISSING}.*change the config"),
     "biased": (biased, {}, ModelError, f"{UP}.bias is .24., expected none"),
-    "inference": (of_inference_mode, {}, ModelError, "norm.weight was made inside torch.inference_mode.*outside"),
     "meta": (lambda model: model.to("meta"), {}, ModelError, r"has no values \(it is on the meta device\)"),
 }
 

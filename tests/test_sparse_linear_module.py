@@ -167,10 +167,6 @@ def test_a_sparse_linear_is_a_linear():
     expected = 2 * (layer(x) - layer.bias) + layer.bias
     parametrize.register_parametrization(layer, "weight", Twice())
     torch.testing.assert_close(layer(x), expected)
-    with pytest.raises(ModelError, match="parametrized"):
-        layer.pack(TWO_FOUR)
-    with pytest.raises(ModelError, match="parametrized"):
-        SparseLinear.from_linear(layer)
 
 
 def test_a_packed_layer_passes_gradients_to_its_input_and_bias():

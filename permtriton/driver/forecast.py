@@ -23,6 +23,7 @@ from permtriton.methods.planning import Planned
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.sizes import MemoryEstimate, ModelSizes
 from permtriton.methods.steps import all_steps
+from permtriton.model.experts import UnstackedExperts, share_sent
 from permtriton.model.forward import last_hidden_state
 from permtriton.running.placement import DevicePlacement
 from permtriton.util import ranks
@@ -30,6 +31,10 @@ from permtriton.util.machine import format_bytes
 
 PROBE_TOKENS = 512  # most tokens of the pass that is timed
 WRITING = 4  # time to write a text, in forward passes over a sample; measured on SmolLM2
+# Assumed speed of a GPU on which no pass is timed, about an H100's: bytes of a weight -> operations per second (float32
+# without tensor cores), and bytes per second from host memory.
+PRODUCTS, LINK = {2: 400e12, 4: 40e12, 8: 40e12}, 20e9
+ASSUMED = "if a GPU does 400 TFLOP/s in 16 bits or 40 in 32, and reads 20 GB/s from the host: assumed, not measured"
 SMALL_FILES = 1 << 24  # bytes of tokenizer, configs and report
 
 
@@ -39,9 +44,10 @@ class Forecast:
 
     memory: MemoryEstimate  # on each device
     disk: Mapping[str, int]  # what is written -> bytes
-    seconds: Mapping[str, float]  # stage -> expected time in seconds; empty where no pass was timed
+    seconds: Mapping[str, float]  # stage -> expected time in seconds; empty where no time was estimated
     refused: str  # why the memory is too small; empty if it is not
     devices: Devices  # what the compilation runs on
+    assumed: str = ""  # the assumptions behind ``seconds``; empty if a pass was timed
 
     def rows(self, folder: Path | None) -> Iterator[tuple[str, str]]:
         """Yields the name and the value of each need; ``folder`` is the output's, or None without an output."""
@@ -52,7 +58,8 @@ class Forecast:
             yield "weights", memory.placement.weights
         if self.seconds:
             stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in self.seconds.items())
-            yield "time", f"roughly {duration(sum(self.seconds.values()))} ({stages})"
+            assumed = f", {self.assumed}" if self.assumed else ""
+            yield "time", f"roughly {duration(sum(self.seconds.values()))}{assumed} ({stages})"
         free = f" in {folder}; {format_bytes(shutil.disk_usage(folder).free)} free" if folder is not None else ""
         yield "disk", f"{format_bytes(sum(self.disk.values()))}{free}"
         if memory.host:
@@ -67,15 +74,18 @@ def make_forecast(
     """Returns what a compilation needs; does not change the model.
 
     Args:
-        timed: whether to time a pass over a short sequence, if the memory is enough and the model is whole on a device
-            of this kind.
+        timed: whether to estimate the time, if the memory is enough: from a pass over a short sequence if the model is
+            whole on a device of this kind, else, for a GPU, from assumed speeds.
     """
-    refused, seconds = refusal(memory, devices, start.sizes), dict[str, float]()
-    on_device = memory.placement is DevicePlacement.WHOLE and start.model.device.type == devices.kind
-    if timed and on_device and not refused:
-        forward = measured_pass(start)
-        seconds = {stage: passes * forward for stage, passes in stage_passes(start).items()}
-    return Forecast(memory, disk_needs(start, save_format), seconds, refused, devices)
+    refused = refusal(memory, devices, start.sizes)
+    forward, assumed = None, ""
+    if timed and not refused:
+        if memory.placement is DevicePlacement.WHOLE and start.model.device.type == devices.kind:
+            forward = measured_pass(start)
+        elif devices.kind == "cuda":
+            forward, assumed = assumed_pass(start, memory, devices), ASSUMED
+    seconds = {} if forward is None else {stage: passes * forward for stage, passes in stage_passes(start).items()}
+    return Forecast(memory, disk_needs(start, save_format), seconds, refused, devices, assumed)
 
 
 def check_disk(disk: Mapping[str, int], folder: Path) -> None:
@@ -142,6 +152,17 @@ def measured_pass(start: Planned) -> float:
             torch.cuda.synchronize(model.device)
         times.append(time.perf_counter() - started)
     return min(times) * samples.positions / rows.positions / ranks.count()
+
+
+def assumed_pass(start: Planned, memory: MemoryEstimate, devices: Devices) -> float:
+    """Returns the seconds of a forward pass over the calibration samples on GPUs, at `PRODUCTS` and `LINK`."""
+    sizes = start.sizes
+    weights = sizes.model / sizes.element
+    if not start.config.calibration.calibrate_all_experts:
+        experts = (module for module in start.model.modules() if isinstance(module, UnstackedExperts))
+        weights -= sum(sum(p.numel() for p in e.parameters()) * (1 - share_sent(start.model, e)) for e in experts)
+    copy = sizes.model / LINK if memory.placement is DevicePlacement.ONLOADED else 0.0
+    return 2 * weights * sizes.positions / devices.count / PRODUCTS[sizes.element] + copy
 
 
 def duration(seconds: float) -> str:

@@ -75,6 +75,7 @@ class DryRun:
             **plan_report(self.plan),
             "memory": forecast.memory.report(),
             "seconds": dict(forecast.seconds) or None,  # None where no time was estimated
+            "assumed": forecast.assumed,
             "disk": dict(forecast.disk),
             "refused": forecast.refused,
         }

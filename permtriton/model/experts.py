@@ -14,6 +14,7 @@ apart by the arguments of ``forward``.
 import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from permtriton.model.checks import TOLERANCE
 from permtriton.model.modules import replace_module
 
 GATED, PLAIN, SECOND = "gate_up_proj", "up_proj", "down_proj"  # first weight with a gate, first without; second
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # names of this number in configs
 MARKS = ("has_gate", "has_bias", "is_transposed")  # what transformers' decorator sets on a class of experts
 PROBE_TOKENS, PROBE_TOP_K, PROBE_LARGEST = 8, 2, 30.0  # inputs so large that a clamp in the activation shows
 
@@ -313,6 +315,18 @@ def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | Non
     path, _, projection = linear.rpartition(".")
     experts = model.get_submodule(path.rpartition(".")[0])
     return (experts, projection != SECOND) if isinstance(experts, RoutedExperts) else None
+
+
+def share_sent(model: nn.Module, experts: UnstackedExperts) -> float:
+    """Returns the share of tokens that an expert gets on average, by the config; 1 if the config does not say.
+
+    `BatchedExperts` get all tokens. If the numbers of experts per token differ between layers, their mean is taken.
+    """
+    text: Any = model.config.get_text_config()
+    sent = next((number for name in EXPERTS_PER_TOKEN if (number := getattr(text, name, None))), None)
+    if not sent or isinstance(experts, BatchedExperts):
+        return 1.0
+    return (fmean(sent) if isinstance(sent, list | tuple) else sent) / len(experts)
 
 
 def _unstacked(module: nn.Module) -> UnstackedExperts | str:

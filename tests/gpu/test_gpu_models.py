@@ -27,7 +27,7 @@ from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress
 
 from .. import folders
-from .zoo import find_plan
+from ..zoo import find_plan
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "num_attention_heads": 4,
