@@ -12,10 +12,9 @@ from typing import ClassVar
 import torch
 
 import permtriton
-from permtriton.methods import Heuristic, Run, Stage, Step, documented, linear_module, option, top_n_mask, weight_in_out
+from permtriton.methods import Heuristic, Run, Stage, Step, linear_module, option, top_n_mask, weight_in_out
 
 
-@documented
 @dataclass(frozen=True)
 class Relative(Step):
     """Options of the step; each one is a flag, a key in TOML and a line of the help."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from permtriton.util.option import check_options, documented, option
+from permtriton.util.option import check_options, option
 from permtriton.util.sparsity import MAX_GROUP, NMPattern
 
 ImportanceMethod = Literal["auto", "magnitude", "wanda", "ria", "obs"]
@@ -27,7 +27,6 @@ ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
 OF_TEXT = ("text_column", "split", "one_document")  # options that say what to read of a text
 
 
-@documented
 @dataclass(frozen=True)
 class CalibrationConfig:
     """The samples that statistics and steps read; `permtriton.data.calibration.calibration_samples` draws them."""
@@ -76,7 +75,6 @@ class CalibrationConfig:
         check_options(self)
 
 
-@documented
 @dataclass(frozen=True)
 class CommonConfig:
     """The options that belong to no step; `permtriton.methods.recipe_config.CompileConfig` adds the steps."""

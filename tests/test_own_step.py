@@ -16,7 +16,7 @@ from permtriton.methods import steps
 from permtriton.methods.sizes import Memory
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import linear_module
-from permtriton.util.option import documented, option
+from permtriton.util.option import option
 
 from . import zoo
 from .sentences import SENTENCE, trained_tokenizer
@@ -28,7 +28,6 @@ PARTS = [{"name": f"half {number}", "start": 0.5, "end": 0.25, "seconds": 0.0, "
 LEFT = {"a linear": "it stands alone"}
 
 
-@documented
 @dataclass(frozen=True)
 class Own(Step):
     """Options of a step that multiplies kept weights by one."""

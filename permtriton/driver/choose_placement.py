@@ -18,7 +18,7 @@ from permtriton.recipe import suggested
 from permtriton.running.onload import onloading_refusal
 from permtriton.running.placement import DevicePlacement
 from permtriton.util import ranks
-from permtriton.util.machine import available_memory, format_bytes
+from permtriton.util.machine import available_memory
 from permtriton.util.progress import Progress
 
 META = torch.device("meta")  # device of a model whose weights were not fetched
@@ -28,13 +28,12 @@ PREFERENCE = (DevicePlacement.WHOLE, DevicePlacement.SPREAD, DevicePlacement.ONL
 def place(start: Planned, device: torch.device, devices: Devices) -> tuple[Planned, MemoryEstimate, Devices]:
     """Decides how the model is placed on ``devices``, and whether activations are recomputed.
 
-    A model whose weights are on this machine moves to ``device`` if the device holds it whole. If a GPU cannot hold the
-    whole model, no text is generated.
+    A model whose weights are on this machine moves to ``device`` if the device holds it whole. No text is generated if
+    the model's layers come to the device one by one.
     """
     memory = choose(start, devices)
-    onloads = memory.placement is DevicePlacement.ONLOADED
-    if start.config.generated and any(ranks.gather(onloads and not memory.fits(devices.free))):
-        reason = f"the dense model writes text only where a GPU holds all of it, {format_bytes(start.sizes.model)}"
+    if start.config.generated and any(ranks.gather(memory.placement is DevicePlacement.ONLOADED)):
+        reason = "the dense model writes no text while its layers come to the GPU one by one"
         start = replace(start, config=without_text(start.config, reason, start.workspace.progress))
         memory = choose(start, devices)
     placement = max(ranks.gather(memory.placement))  # if one rank cannot hold the whole model, none holds it

@@ -22,8 +22,6 @@ from permtriton.running.placement import DevicePlacement
 from permtriton.util import ranks
 from permtriton.util.machine import available_memory, format_bytes, resident_memory
 
-GENERATION = "generation"  # the stage in which the dense model writes text, for which all of it is on the device
-
 
 @dataclass(frozen=True)
 class Devices:
@@ -54,8 +52,6 @@ def estimate(
     if placement is DevicePlacement.ONLOADED:
         needs = _needs(start, replace(sizes, checkpointing=True))  # layers run again in backward passes
         stages = {name: need.device for name, need in needs.items()}
-        if GENERATION in stages:
-            stages[GENERATION] += model - two_layers
         host = model + max(need.movable for need in needs.values())
         return MemoryEstimate(placement, 0, two_layers, 0, stages, host, recomputes=recomputes)
     if placement is DevicePlacement.SPREAD:
@@ -105,7 +101,7 @@ def _needs(start: Planned, sizes: ModelSizes) -> dict[str, Memory]:
     if config.generated:
         texts = texts_at_once(model, sizes.longest, written(config.generated))
         rounded = sizes.model // 2 if config.mixed_precision and sizes.element == FLOAT32 else 0
-        needs[GENERATION] = Memory(sizes.forward + texts * kept_of_text(model, sizes.longest) + rounded)
+        needs["generation"] = Memory(sizes.forward + texts * kept_of_text(model, sizes.longest) + rounded)
     steps = all_steps(config)
     for number, step in enumerate(steps):
         need, held = step.memory(step.sizes(sizes)), 0

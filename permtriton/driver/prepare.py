@@ -77,7 +77,7 @@ def prepare(inputs: CompileInputs) -> Run:
         check_graph(start.graph, model, reference.samples, what)  # before hours are spent on a wrong trace
     run = Run(
         **{part.name: getattr(start, part.name) for part in fields(Planned)},
-        generated_ids=_generated(start, placement) if start.config.generated else None,
+        generated_ids=_generated(start) if start.config.generated else None,
         batch_size=max(TOKENS_WITHOUT_LOGITS // start.samples.longest, 1),
         reference=reference,
         placement=placement,
@@ -123,7 +123,7 @@ def planned(inputs: CompileInputs) -> Planned:
     return Planned(model, config, samples, plan, graph, held_out, workspace)
 
 
-def _generated(start: Planned, placement: ModelPlacement) -> Tensor:
+def _generated(start: Planned) -> Tensor:
     """Returns texts that the dense model writes, as further samples, int64 ``[texts, tokens]``."""
     config, samples, workspace = start.config, start.samples, start.workspace
     after = torch.tensor((samples.special or NONE).after, dtype=torch.int64)
@@ -131,9 +131,7 @@ def _generated(start: Planned, placement: ModelPlacement) -> Tensor:
 
     def write() -> State:
         starts = beginnings(samples, config.generated, max(samples.tokens // BEGINNING, 1))
-        # If layers come to the GPU one by one, the GPU may have no room for a rounded copy of the weights.
-        rounds = config.mixed_precision and placement.kind is not DevicePlacement.ONLOADED
-        with placement.writing(start.model), mixed_precision(start.model, rounds, fixed=True):
+        with mixed_precision(start.model, config.mixed_precision, fixed=True):
             texts = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
         return {"text": torch.cat([texts, after.expand(len(texts), -1)], 1)}, {}
 

@@ -15,5 +15,4 @@ from permtriton.methods.train.distill import Distill as Distill
 from permtriton.methods.train.round import Round as Round
 from permtriton.passes.plan import linear_module as linear_module
 from permtriton.passes.plan import weight_in_out as weight_in_out
-from permtriton.util.option import documented as documented
 from permtriton.util.option import option as option

@@ -7,10 +7,9 @@ from typing import Any
 from permtriton.config import SURPLUS, CommonConfig
 from permtriton.errors import ConfigError
 from permtriton.methods.step import Step
-from permtriton.util.option import Option, documented, options_of
+from permtriton.util.option import Option, options_of
 
 
-@documented
 @dataclass(frozen=True)
 class CompileConfig(CommonConfig):
     """Everything that decides a compilation's result; `permtriton.recipe.config_from` makes one from a recipe.

@@ -37,13 +37,6 @@ def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterat
             copies.drop()
 
 
-@contextmanager
-def all_onloaded(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
-    """Inside the context, all of a model in host memory is on ``device``, whose memory must hold it."""
-    with _moved_buffers(model, device), _Copies(device, set()).in_place(list(model.parameters())):
-        yield
-
-
 def onloading_refusal(model: PreTrainedModel, plan: Plan) -> str:
     """Returns why a model cannot run in `onloaded`; empty if it can."""
     if model.device.type == "cuda":

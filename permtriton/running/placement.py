@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from permtriton.errors import ConfigError
 from permtriton.passes.plan import Plan
-from permtriton.running.onload import all_onloaded, onloaded
+from permtriton.running.onload import onloaded
 from permtriton.running.sharding import spread, twin_of
 from permtriton.util.store import Store
 
@@ -62,7 +62,3 @@ class ModelPlacement:
         if self.kind is DevicePlacement.SPREAD:
             return spread(twin_of(model), plan, self.device)
         return onloaded(model, plan, self.device) if self.kind is DevicePlacement.ONLOADED else nullcontext(model)
-
-    def writing(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Returns a context for generating text, in which layers that come to the device one by one are all on it."""
-        return all_onloaded(model, self.device) if self.kind is DevicePlacement.ONLOADED else nullcontext()

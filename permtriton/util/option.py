@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from textwrap import fill
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from permtriton.errors import ConfigError, shown
@@ -131,12 +130,3 @@ def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 def check_options(config: Any) -> None:
     for option in options_of(config):
         option.check(getattr(config, option.field))
-
-
-def documented(cls: type[Config]) -> type[Config]:
-    """Class decorator: adds the help and the allowed values of its options to the docstring of a dataclass."""
-    lines = [f"{option.field}: {option.help} Expects {option.expected}." for option in options_of(cls)]
-    inner, outer = " " * 12, " " * 8
-    wrapped = [fill(line, 120, initial_indent=outer, subsequent_indent=inner, break_on_hyphens=False) for line in lines]
-    cls.__doc__ = "\n".join([f"{cls.__doc__}\n\n    Attributes:", *wrapped])
-    return cls

@@ -32,7 +32,7 @@ from permtriton.methods.step import BACKWARD, Stage, Step, from_options
 from permtriton.passes.plan import ChannelSpace, Site, linear_module, weight_in_out
 from permtriton.running.resume import StateFile
 from permtriton.util import ranks
-from permtriton.util.option import documented, option
+from permtriton.util.option import option
 from permtriton.util.permutation import identity
 from permtriton.util.progress import Advance
 from permtriton.util.sparsity import NMPattern
@@ -44,7 +44,6 @@ MOST_GROUPS = 256  # most groups in one assignment; the assignment kernel takes 
 MAX_ROWS = 4096  # rows of scores that decide the order of one space; of more rows, an even sample is taken
 
 
-@documented
 @dataclass(frozen=True)
 class Heuristic(Step):
     """Options of the step ``heuristic``, which deals channels to groups by importance and then reassigns them."""

@@ -29,14 +29,13 @@ from permtriton.running.backward import loss_scale
 from permtriton.running.resume import StateFile
 from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch
-from permtriton.util.option import documented, option
+from permtriton.util.option import option
 from permtriton.util.permutation import epoch_order, identity, moved
 
 NOISE = 0.1  # bound of the uniform noise that is added to the identity at the start
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
-@documented
 @dataclass(frozen=True)
 class Learned(Step):
     """Options of the step ``learned``, starting from the order so far; recipe ``permllm`` has the paper's values."""

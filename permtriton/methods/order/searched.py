@@ -32,7 +32,7 @@ from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import Outcome, Stage, Step, from_options
 from permtriton.passes.plan import ChannelSpace
 from permtriton.util import ranks
-from permtriton.util.option import documented, option
+from permtriton.util.option import option
 from permtriton.util.permutation import identity, moved
 
 PARTNERS = 8  # best partners of each position, from which disjoint swaps are chosen
@@ -49,7 +49,6 @@ Panel = tuple[Tensor, Tensor]
 Swaps = tuple[Tensor, Tensor, Tensor]
 
 
-@documented
 @dataclass(frozen=True)
 class Searched(Step):
     """Options of the step ``searched``, which improves the order of earlier steps by swaps of channels."""

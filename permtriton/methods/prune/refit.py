@@ -42,11 +42,10 @@ from permtriton.model.nm_checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import linear_module, sequential_groups, weight_in_out
 from permtriton.running.mixed_precision import exact_products
 from permtriton.util import ranks
-from permtriton.util.option import documented, option
+from permtriton.util.option import option
 from permtriton.util.sparsity import NMPattern
 
 
-@documented
 @dataclass(frozen=True)
 class Refit(Step):
     """Options of the step ``refit``, which fits the kept weights of each linear by least squares."""

@@ -20,14 +20,13 @@ from permtriton.methods.sizes import Memory, ModelSizes
 from permtriton.methods.step import Stage, Step
 from permtriton.model.nm_checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import linear_module, weight_in_out
-from permtriton.util.option import documented, option
+from permtriton.util.option import option
 from permtriton.util.sparsity import NMPattern
 
 COLUMNS_AT_ONCE = 128  # columns between two updates of all later columns, as published; rounded down to whole groups
 CANCELLED_SHARE = 1e-3  # share of the groups in which an update may cancel a kept weight exactly
 
 
-@documented
 @dataclass(frozen=True)
 class SparseGPT(Step):
     """Options of the step ``sparsegpt``, which prunes linears and updates their kept weights in closed form."""

@@ -28,7 +28,7 @@ from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.resume import StateFile
 from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch
-from permtriton.util.option import documented, option
+from permtriton.util.option import option
 from permtriton.util.permutation import epoch_order
 from permtriton.util.progress import Advance
 
@@ -40,7 +40,6 @@ HELD_OUT, MOST_HELD_OUT = 0.1, 24  # share of the samples held out to choose the
 WITHOUT_STEPS = {"distill_steps": (0,)}
 
 
-@documented
 @dataclass(frozen=True)
 class Distill(Step):
     """Options of the step ``distill``, which trains all kept weights jointly to reproduce the dense model's outputs."""

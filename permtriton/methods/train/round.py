@@ -30,12 +30,11 @@ from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.model.experts import stacked_name
 from permtriton.passes.plan import linear_module
 from permtriton.running.mixed_precision import exact_products
-from permtriton.util.option import documented, option
+from permtriton.util.option import option
 
 NO_LINEAR = "it is an expert, or stores its weight transposed, and formats in 8 bits hold linears only"
 
 
-@documented
 @dataclass(frozen=True)
 class Round(Step):
     """Options of the step ``round``, which rounds the kept weights to FP8."""
