@@ -23,11 +23,6 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function) if triton is not None else function
 
 
-def builtin(function: Callable[..., Any]) -> Any:
-    """Returns ``function`` for kernels to call; it runs while they compile, and its last argument is ``_semantic``."""
-    return tl.core.builtin(function) if triton is not None else function
-
-
 def has_kernels(device: torch.device) -> bool:
     """Whether the kernels run on a device: NVIDIA GPUs of compute capability 8.0 or newer, if Triton is installed."""
     if triton is None or device.type != "cuda" or torch.version.hip is not None:

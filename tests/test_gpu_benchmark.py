@@ -15,7 +15,8 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import bench, caches, checks, kernels, models, table
 from benchmarks.gpu.bench import Bench, Settings, save
 from benchmarks.gpu.table import read
-from permtriton.kernels.tools.timing import relative_error, sets_of_inputs
+from permtriton.kernels.tools.case import relative_error
+from permtriton.kernels.tools.tuning import sets_of_inputs
 
 from . import zoo
 

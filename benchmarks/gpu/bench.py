@@ -18,10 +18,11 @@ import torch
 
 from benchmarks.gpu import reading
 from benchmarks.gpu.table import COPIES, COPY, FLOOR, OURS, OUT, READ, ROWS, SPEED, read
+from benchmarks.gpu.timing import Timing, measure
 from permtriton.kernels.autotune import choices
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools.case import Arguments, Case
-from permtriton.kernels.tools.timing import Timing, measure, sets_of_inputs
+from permtriton.kernels.tools.tuning import sets_of_inputs
 from permtriton.util.machine import device_name, versions
 
 T = TypeVar("T")

@@ -19,13 +19,13 @@ from torch.nn.functional import linear
 
 from benchmarks.gpu.bench import ROOT, Bench, brief, ran_as, without_folders
 from benchmarks.gpu.table import FEW, LAYER_8B
+from benchmarks.gpu.timing import captured
 from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.autotune import choices
 from permtriton.kernels.packing import pack
-from permtriton.kernels.tools.case import PATTERN, Random
+from permtriton.kernels.tools.case import PATTERN, Random, relative_error
 from permtriton.kernels.tools.cases import cases_for, sparse_linear_case
-from permtriton.kernels.tools.timing import captured, relative_error
 
 SHAPE, TOKENS = (256, 512), (1, 16)  # as in tests/gpu: what was compiled there is not compiled again
 SMALL = "import sys; from benchmarks.gpu.checks import small_cases; small_cases(sys.argv[1])"

@@ -20,7 +20,7 @@ from permtriton.kernels.nm_mask import nm_mask_reference
 from permtriton.kernels.placement_gradient import placement_gradient_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
 from permtriton.kernels.sparsegpt_block import sparsegpt_block_reference
-from permtriton.kernels.tools.case import BLOCK, Arguments, Case
+from permtriton.kernels.tools.case import BLOCK, Arguments, Case, relative_error
 from permtriton.kernels.tools.cases import (
     assignment_case,
     distances_case,
@@ -34,7 +34,6 @@ from permtriton.kernels.tools.cases import (
     swap_gains_case,
     unpack_case,
 )
-from permtriton.kernels.tools.timing import relative_error
 
 BLOCKS_7B = 32 * (3 * 4096 + 11008) // 64  # of one step on LLaMA-2-7B shapes: q/k/v, o, gate/up and down, 32 layers
 

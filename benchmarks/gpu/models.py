@@ -20,15 +20,15 @@ from benchmarks.gpu import table
 from benchmarks.gpu.bench import Bench, Prepare, ran_as
 from benchmarks.gpu.kernels import permute, rms_norm_alone
 from benchmarks.gpu.table import BARE, DECODING, DENSE, FEW, LAYER, LAYER_8B, MANY, MORE, OURS, PREFILL, product_name
+from benchmarks.gpu.timing import Timing, measure
 from benchmarks.shared import PATTERN, step_seconds
 from permtriton.data.samples import Samples
 from permtriton.kernels import cusparselt
 from permtriton.kernels.autotune import choices
 from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import unpack
-from permtriton.kernels.tools.case import Arguments, Case, larger_half
+from permtriton.kernels.tools.case import Arguments, Case, larger_half, relative_error
 from permtriton.kernels.tools.cases import norm_permute_case, sparse_linear_case
-from permtriton.kernels.tools.timing import Timing, measure, relative_error
 from permtriton.methods.planning import plan_model
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear, replace_module

@@ -6,8 +6,8 @@ Reading is the ceiling of decoding, which writes next to nothing: memory that tu
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.timing import measure
 from permtriton.kernels.launch import jit, multiprocessors, tl
-from permtriton.kernels.tools.timing import measure
 
 TILE, PER_SM = 4096, 4  # 32-bit words at once, programs per multiprocessor
 

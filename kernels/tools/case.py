@@ -4,6 +4,7 @@ Tuning and benchmarks use the same cases, those of `permtriton.kernels.tools.cas
 by the call whose time is reported.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.launch import Config
-from permtriton.kernels.tools.timing import relative_error
 from permtriton.util.permutation import index_dtype
 from permtriton.util.sparsity import NMPattern
 
@@ -22,6 +22,26 @@ BLOCK = 64
 PATTERN = NMPattern(2, 4)
 Arguments = tuple[Any, ...]
 Shapes = Sequence[tuple[int, int]]  # output and input features of linears
+
+
+def relative_error(out: Tensor | tuple[Tensor, ...], expected: Any) -> float:
+    """Returns ``|out - expected| / |expected|`` in float64: the larger of the values by 2-norm and by maximum norm.
+
+    The maximum norm shows a single wrong row among thousands. Infinite if ``out`` holds a NaN or has another shape than
+    ``expected``. Of several results, the largest error.
+    """
+    if isinstance(out, tuple):
+        return max(map(relative_error, out, expected))
+    if out.shape != expected.shape:
+        return math.inf
+    if not out.numel():
+        return 0.0
+    difference, expected = out.double() - expected.double(), expected.double()
+    errors = []
+    for order in (2, math.inf):
+        error, scale = (float(torch.linalg.vector_norm(values, order)) for values in (difference, expected))
+        errors.append(error / scale if scale else error)
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 @dataclass(frozen=True)

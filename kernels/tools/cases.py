@@ -33,10 +33,10 @@ from permtriton.kernels.tools.case import (
     Random,
     Shapes,
     in_float64,
+    relative_error,
     rounding,
     unequal,
 )
-from permtriton.kernels.tools.timing import relative_error
 
 TAU, ROUNDS = 0.5, 5
 EPS = 1e-5

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton.errors import ConfigError
@@ -317,12 +318,12 @@ def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | Non
     return (experts, projection != SECOND) if isinstance(experts, RoutedExperts) else None
 
 
-def share_sent(model: nn.Module, experts: UnstackedExperts) -> float:
+def share_sent(model: PreTrainedModel, experts: UnstackedExperts) -> float:
     """Returns the share of tokens that an expert gets on average, by the config; 1 if the config does not say.
 
     `BatchedExperts` get all tokens. If the numbers of experts per token differ between layers, their mean is taken.
     """
-    text: Any = model.config.get_text_config()
+    text = model.config.get_text_config()
     sent = next((number for name in EXPERTS_PER_TOKEN if (number := getattr(text, name, None))), None)
     if not sent or isinstance(experts, BatchedExperts):
         return 1.0

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import timing
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.kernels import sparse_linear_mma as mma
@@ -16,10 +17,9 @@ from permtriton.kernels.permute import permute, permute_reference
 from permtriton.kernels.sinkhorn import sinkhorn, sinkhorn_reference
 from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.kernels.sparse_linear_fp8 import pack_fp8, sparse_linear_fp8
-from permtriton.kernels.tools import timing, tuning
-from permtriton.kernels.tools.case import Random
+from permtriton.kernels.tools import tuning
+from permtriton.kernels.tools.case import Random, relative_error
 from permtriton.kernels.tools.cases import assignment_case, cases_by_kernel, cases_for
-from permtriton.kernels.tools.timing import relative_error
 from permtriton.util.sparsity import NMPattern
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -244,7 +244,7 @@ def test_a_product_in_float8_is_compiled_without_a_break_and_captured(device):
 def test_tuning_finds_a_configuration_that_is_used(device, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(autotune, "_STATE", autotune._State())
-    monkeypatch.setattr(tuning, "SECONDS", 0.05)
+    monkeypatch.setattr(tuning, "MILLISECONDS", 5)
     todo = cases_for([(256, 512)], [64], torch.bfloat16, "permute")
     keys = {trial.key for trial in tuning.tune(todo, device, autotune.machine_key(), autotune.cache_file())}
     assert keys

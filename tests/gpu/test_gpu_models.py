@@ -14,7 +14,7 @@ from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.sparse_linear import CUSPARSELT, MMA, ROUTE_CONFIGS, routed
-from permtriton.kernels.tools.timing import relative_error
+from permtriton.kernels.tools.case import relative_error
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.losses import Objective
 from permtriton.methods.measure.statistics import channel_norms

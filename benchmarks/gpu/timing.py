@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 CALLS = 8  # least calls between two CUDA events, whose times have steps of half a microsecond
 REPEATS = 25
-MOST_SETS, MOST_BYTES = 1024, 8 << 30  # of inputs
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,6 @@ class Timing:
         """Returns quantiles and every sample, in microseconds."""
         quantiles = {f"p{int(100 * part)}_us": _micro(self.quantile(part)) for part in (0.2, 0.5, 0.8)}
         return {**quantiles, "how": self.how, "samples_us": [_micro(seconds) for seconds in self.seconds]}
-
-
-def sets_of_inputs(device: torch.device, bytes_each: int) -> int:
-    """Returns how many sets of inputs of ``bytes_each`` exceed three times the L2 cache; one on a CPU."""
-    if device.type != "cuda":
-        return 1
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    needed = math.ceil(3 * cache / max(bytes_each, 1)) + 1
-    return max(min(needed, MOST_SETS, MOST_BYTES // max(bytes_each, 1)), 1)
 
 
 def measure(
@@ -73,26 +62,6 @@ def measure(
         for name, (run, calls, _) in replays.items():
             samples[name].append(_timed(run, device) / calls)
     return {name: Timing(tuple(samples[name]), how) for name, (_, _, how) in replays.items()}
-
-
-def relative_error(out: Tensor | tuple[Tensor, ...], expected: Any) -> float:
-    """Returns ``|out - expected| / |expected|`` in float64: the larger of the values by 2-norm and by maximum norm.
-
-    The maximum norm shows a single wrong row among thousands. Infinite if ``out`` holds a NaN or has another shape than
-    ``expected``. Of several results, the largest error.
-    """
-    if isinstance(out, tuple):
-        return max(map(relative_error, out, expected))
-    if out.shape != expected.shape:
-        return math.inf
-    if not out.numel():
-        return 0.0
-    difference, expected = out.double() - expected.double(), expected.double()
-    errors = []
-    for order in (2, math.inf):
-        error, scale = (float(torch.linalg.vector_norm(values, order)) for values in (difference, expected))
-        errors.append(error / scale if scale else error)
-    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 def _replay(
