@@ -1,17 +1,12 @@
 """The command ``permtriton inspect``: prints a model's plan."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
-
-from permtriton.checkpoint.plan_entries import at_run_time, destination, grouped, plan_report
+from permtriton import api
+from permtriton.checkpoint.plan_entries import at_run_time, destination, grouped
 from permtriton.cli.console import out, print_json, say, show
 from permtriton.cli.options import Flags, GgufFile, Json, Model, Revision, Token, TrustRemoteCode, takes
-from permtriton.methods import planning
-from permtriton.model import load
-from permtriton.model.source import Source
-from permtriton.passes.plan import Plan
-from permtriton.recipe import resolve
 from permtriton.util.bars import BarProgress
 from permtriton.util.machine import format_bytes
 
@@ -26,28 +21,24 @@ def inspect(
     token: Token = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    config, _ = resolve(model, flags)
-    source = Source(model, "auto", "auto", trust_remote_code, gguf_file, revision, token)
     with BarProgress().stage("inspect", 0):
-        empty = load.load_empty_model(source)
-        plan, _ = planning.plan_model(empty, config)
+        location = {"gguf_file": gguf_file, "revision": revision, "token": token}
+        report = api.inspect(model, trust_remote_code=trust_remote_code, **location, **flags)
     if json:
-        print_json({**plan_report(plan), **planning.sizes(empty, plan)})
+        print_json(report)
     else:
-        _print(plan)
-        say(_summary(planning.sizes(empty, plan), empty.dtype))
+        _print(report)
+        say(_summary(report))
 
 
-def _summary(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
+def _summary(report: Mapping[str, Any]) -> str:
     """Returns a line that says how much would be pruned, and how large the weights are dense and packed."""
-    pruned, total = sizes["pruned_parameters"], sizes["parameters"]
-    dense, packed = (format_bytes(sizes[name]) for name in ("dense_bytes", "packed_bytes"))
-    share = f"{pruned:,} of {total:,} parameters ({pruned / total:.1%})"
-    return f"to be pruned: {share}; in {str(dtype).removeprefix('torch.')}: {dense}, packed {packed}"
+    pruned, total = report["pruned_parameters"], report["parameters"]
+    dense, packed = (format_bytes(report[name]) for name in ("dense_bytes", "packed_bytes"))
+    return f"to be pruned: {pruned:,} of {total:,} parameters ({pruned / total:.1%}); {dense} dense, {packed} packed"
 
 
-def _print(plan: Plan) -> None:
-    report = plan_report(plan)
+def _print(report: Mapping[str, Any]) -> None:
     permutations = {entry["name"]: entry for entry in report["permutations"]}
     sites = []
     for site in report["sites"]:
@@ -59,9 +50,9 @@ def _print(plan: Plan) -> None:
     _show_grouped("Sites", sites, "site", "linears", "channels", "pattern", "permutation", "at run time")
     rows = [(p["name"], str(p["channels"]), _shortened(p["producers"]), destination(p)) for p in permutations.values()]
     _show_grouped("Permutations", rows, "permutation", "units", "produced by", "where it goes, or why there is none")
-    if plan.skipped:
-        _show_grouped("Not pruned", list(plan.skipped.items()), "left dense", "why")
-    for barrier in plan.barriers:
+    if report["skipped"]:
+        _show_grouped("Not pruned", list(report["skipped"].items()), "left dense", "why")
+    for barrier in report["barriers"]:
         out.print(f"barrier: {barrier}", highlight=False, markup=False)
 
 

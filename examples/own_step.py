@@ -17,7 +17,7 @@ from permtriton.methods import Heuristic, Run, Stage, Step, linear_module, optio
 
 @dataclass(frozen=True)
 class Relative(Step):
-    """Options of the step; each one is a flag, a key in TOML and a line of the help."""
+    """Options of the step; `permtriton.json` records them."""
 
     name: ClassVar[str] = "relative"
     prefix: ClassVar[str] = "relative"

@@ -102,10 +102,12 @@ def norm_backward_reference(
     RMS kinds: ``dx = r (g - h mean(g h))`` with ``g = grad * (offset + weight)`` and ``r = 1 / sqrt(mean(x^2) + eps)``.
     """
     if variant.kind == "layer":
-        scale = variant.shifted(weight)
-        _, mean, rstd = torch.native_layer_norm(x, weight.shape, scale, bias, variant.eps)
-        arguments = (grad.contiguous(), x, weight.shape, mean, rstd, scale, bias, [True, True, bias is not None])
-        return torch.ops.aten.native_layer_norm_backward(*arguments)
+        wide = torch.promote_types(x.dtype, weight.dtype)  # on a GPU torch takes one dtype for all
+        hidden, scale, bias = x.to(wide), variant.shifted(weight).to(wide), None if bias is None else bias.to(wide)
+        _, mean, rstd = torch.native_layer_norm(hidden, weight.shape, scale, bias, variant.eps)
+        shared = (hidden, weight.shape, mean, rstd, scale, bias, [True, True, bias is not None])
+        grads = torch.ops.aten.native_layer_norm_backward(grad.to(wide).contiguous(), *shared)
+        return grads[0].to(x.dtype), grads[1].to(weight.dtype), None if bias is None else grads[2].to(weight.dtype)
     hidden, grad = x.to(precision), grad.to(precision)
     root = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + variant.eps)
     hidden = hidden * root

@@ -29,7 +29,9 @@ Words = str | Sequence[Any] | None  # one word, several separated by commas, or 
 HUB = "Where the model comes from"
 TOKEN = "Token of the hub for models, never printed or saved; by default that of hf auth login, or HF_TOKEN."
 _method, _calibration, _running, _hub = (partial(option, panel=panel) for panel in (METHOD, CALIBRATION, RUNNING, HUB))
-_config = partial(_running, None, "TOML file of options, with a table per step; flags win.", metavar="FILE")
+_config = partial(
+    _running, None, "TOML file of options, such as learn_epochs = 5, a line each; flags win.", metavar="FILE"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -334,6 +334,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """Reads a TOML file of options: returns values by option name, and ``recipe`` if the file names one."""
     with reading(f"config file {path} cannot be read as TOML", ConfigError):
         read = tomllib.loads(path.read_text(encoding="utf-8"))
+    if table := next((name for name, value in read.items() if isinstance(value, dict)), ""):
+        raise ConfigError(
+            f"config file {path} has the table [{table}]: write its options as learn_epochs = 5 is written"
+        )
     options, known = {name.replace("-", "_"): value for name, value in read.items()}, all_options()
     for name in filter(known.__contains__, options):
         try:

@@ -9,6 +9,7 @@ import torch
 
 import permtriton
 from permtriton.errors import ConfigError, ModelError, OutputError
+from permtriton.evaluation.compare import _files_hash
 from permtriton.evaluation.compare_methods import check_effect, row_configs
 from permtriton.evaluation.compare_results import ResultFile, columns, read_comparison
 from permtriton.methods.prune.refit import Refit
@@ -237,3 +238,12 @@ def test_damaged_rows_of_a_report_are_refused(here, change, words):
     (here / "damaged.json").write_text(json.dumps(report))
     with pytest.raises(ModelError, match=words):
         read_comparison(here / "damaged.json")
+
+
+def test_an_edited_file_of_tasks_is_another_input_but_not_what_is_kept_beside_it(tmp_path):
+    (tmp_path / "task.yaml").write_text("task: mine")
+    before = _files_hash(tmp_path)
+    (tmp_path / ".report.json.rows.json").write_text("{}")
+    assert _files_hash(tmp_path) == before
+    (tmp_path / "task.yaml").write_text("task: yours")
+    assert _files_hash(tmp_path) != before

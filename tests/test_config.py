@@ -101,6 +101,11 @@ def toml(value: object) -> str:
     return str(value) if isinstance(value, float) else json.dumps(value)
 
 
+def test_a_table_in_a_file_is_refused_with_what_to_write(tmp_path):
+    with pytest.raises(ConfigError, match=r"has the table \[learned\]: write its options as learn_epochs = 5"):
+        build(file=written(tmp_path, "[learned]\nepochs = 5\n"))
+
+
 def test_the_table_of_other_values_is_complete():
     assert set(OTHER) == set(OPTIONS)
     assert [name for name, option in OPTIONS.items() if option.convert(OTHER[name]) == option.default] == []

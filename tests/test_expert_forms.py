@@ -34,6 +34,13 @@ def test_a_router_that_is_a_linear_stays_dense(name):
     assert all(".router." in linear for linear in routers)
 
 
+def test_a_module_with_a_mark_and_another_stack_is_no_experts():
+    """Such as a convolution of a model's own code."""
+    layer = nn.Conv1d(4, 8, 3)
+    layer.has_bias = True
+    assert input_dim(nn.ModuleDict({"conv": layer}), "conv.weight") == 2
+
+
 @pytest.mark.soak
 @pytest.mark.slow
 def test_compiled_saved_and_packed(soak, tmp_path):

@@ -140,7 +140,7 @@ def test_what_would_be_pruned_is_summed_up(model):
     assert sizes["pruned_parameters"] == pruned
     assert sizes["dense_bytes"] == 4 * sizes["parameters"]
     assert sizes["dense_bytes"] - sizes["packed_bytes"] == 4 * pruned * (1 - 17 / 32), "of 32 bits, 16 and 1 are left"
-    share = f"{pruned:,} of {sizes['parameters']:,} parameters ({pruned / sizes['parameters']:.1%}); in float32: "
+    share = f"{pruned:,} of {sizes['parameters']:,} parameters ({pruned / sizes['parameters']:.1%}); "
     assert invoke(model).splitlines()[-1].startswith(f"to be pruned: {share}")
 
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from permtriton import config_from
 from permtriton.data.samples import Samples
 from permtriton.driver import memory_forecast
-from permtriton.driver.choose_placement import choose, first_fitting
+from permtriton.driver.choose_placement import choose, first_fitting, placement_refusal
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.methods.sizes import MemoryEstimate
@@ -210,6 +210,10 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
     assert spread.model > whole.model / 4 + 1.5 * max(layers), "a share, and the layers that are gathered"
     weights = 4 * zoo.start(model, config, samples, plan).sizes.pruned  # each device has a share of them
     assert spread.stages["searched"] <= whole.stages["searched"] - 2 * weights * 3 // 4
+    gpt2 = zoo.start(build := zoo.build("gpt2"), config, samples, find_plan(build, NMPattern(2, 4)))
+    devices = memory_forecast.Devices("cuda", 4, 0, allowed_placements(None, None))
+    assert first_fitting(gpt2, devices).placement is DevicePlacement.WHOLE, "searched needs all weights at once"
+    assert "stored transposed" in placement_refusal(DevicePlacement.SPREAD, gpt2, devices)
     config = config_from({"recipe": "heuristic,refit"})
     assert needs(4, 0, onload=None).placement is DevicePlacement.ONLOADED, "refit changes weights while the model runs"
     config = config_from({"recipe": "heuristic,mask", "importance": "obs"})

@@ -133,6 +133,22 @@ def test_backward_equals_autograd_in_float64(kind, offset):
 
 
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
+def test_gradients_of_a_float32_norm_under_autocast(kind, offset):
+    """The input has another dtype than weight and bias; each gradient has the dtype of its tensor."""
+    x, weight = random(3, 11, dtype=torch.bfloat16), random(11, seed=1)
+    bias, grad = random(11, seed=2) if kind == "layer" else None, random(3, 11, dtype=torch.bfloat16, seed=3)
+    found = norm_backward_reference(grad, x, weight, bias, NormVariant(kind, EPS, offset))
+    assert [None if each is None else each.dtype for each in found] == [
+        x.dtype,
+        weight.dtype,
+        None if bias is None else bias.dtype,
+    ]
+    doubles = [None if each is None else each.double() for each in (grad, x, weight, bias)]
+    expected = norm_backward_reference(*doubles, NormVariant(kind, EPS, offset), torch.float64)
+    torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_gradients_equal_float64(kind, offset, dtype):
     leaves = [random(2, 6, 33, dtype=dtype).requires_grad_(), random(33, dtype=dtype, seed=1).requires_grad_()]

@@ -24,8 +24,7 @@ ORDERS = {
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules, 'light'\n"
         "importlib.reload(permtriton)\n"
         "assert sum('permtriton' in type(f).__module__ for f in sys.meta_path) == 1, 'one hook'\n"
-        + REGISTERED
-        + "import "
+        "importlib.util.find_spec('transformers.quantizers.auto')\n" + REGISTERED + "import "
         "transformers\nimportlib.reload(permtriton)\nimportlib.reload(auto)\n"
     ),
     "theirs first": (

@@ -27,9 +27,8 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != QUANTIZERS:
             return None
-        # A new list, because another thread may be iterating over this one and would skip a finder.
-        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in sys.meta_path)), None)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -37,6 +36,8 @@ class _Finder(MetaPathFinder):
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
             _register(module)
+            # A new list, because another thread may be iterating over this one and would skip a finder.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from permtriton.driver.memory_forecast import Devices, estimate, keeps_more
 from permtriton.errors import ConfigError
@@ -80,6 +81,11 @@ def placement_refusal(placement: DevicePlacement, start: Planned, devices: Devic
     """Returns why a compilation cannot run with this placement of the model, and what to do; empty if it can."""
     config = start.config
     if placement is DevicePlacement.SPREAD:
+        if any(isinstance(module, Conv1D) for module in start.model.modules()):
+            return (
+                f"weights of {type(start.model).__name__} are stored transposed, so its layers cannot be spread over "
+                "GPUs: let them come to the GPU one by one (`onload=True`), or use GPUs that hold the whole model"
+            )
         if config.generated:
             return (
                 "the dense model does not write text while its layers are spread over GPUs: give `generated=0`, or use "

@@ -120,15 +120,15 @@ def refusal(needs: MemoryEstimate, devices: Devices, sizes: ModelSizes) -> str:
     # Pages of the model that are mapped from its files become the process's own as soon as they change.
     host = needs.host - max(sizes.model - resident_memory()[1], 0)
     if needs.host and devices.host is not None and host > devices.host:
-        place, added, free = "the host, where the model stays", host, devices.host
+        place, added, free = "the host, where the model stays,", host, devices.host
     elif not needs.fits(devices.free):
-        place = f"each {devices.kind} device" if devices.count > 1 else devices.kind
+        device = f"each {devices.kind} device" if devices.count > 1 else devices.kind
+        place = f"{device} for {needs.largest}"
         added, free = needs.added, devices.free
     else:
         return ""
     return (
-        f"this compilation needs about {format_bytes(added)} more on {place} than it holds now, most of it for "
-        f"{needs.largest}, but only {format_bytes(free)} are free: lower `sequence_length=` or `samples=` "
-        "(`micro_batch_size=` first, where gradients are computed; for evaluation `eval_data=none`), choose "
-        "`dtype=bfloat16`, or use a larger machine"
+        f"this compilation needs about {format_bytes(added)} more on {place} than it holds now, but only "
+        f"{format_bytes(free)} are free: lower `sequence_length=` or `samples=` (`micro_batch_size=` first, where "
+        "gradients are computed; for evaluation `eval_data=none`), choose `dtype=bfloat16`, or use a larger machine"
     )

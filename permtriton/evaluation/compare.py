@@ -1,6 +1,7 @@
 """``permtriton compare``: each row is a copy of the model, compiled and measured with each seed; results are saved."""
 
 import copy
+import hashlib
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.arguments import CompareArgs
+from permtriton.checkpoint.folder import file_sha256
 from permtriton.checkpoint.output import locked
 from permtriton.config import ROUNDING_ONLY
 from permtriton.data.calibration import calibration_samples, fitted
@@ -160,7 +162,7 @@ class Benchmark:
             "machine": machine.device_name(self.dense.device),
             "versions": versions(args),
             "held-out text": self.held_out.sha256,
-            "tasks": [args.task_names, args.limit, args.tasks_dir and str(args.tasks_dir)],
+            "tasks": [args.task_names, args.limit, args.tasks_dir and _files_hash(Path(args.tasks_dir))],
         }
 
     def measured(self, config: CompileConfig | None = None, samples: Samples | None = None) -> Measured:
@@ -190,6 +192,16 @@ class Benchmark:
             seconds=seconds + evaluated.seconds,
             compile_seconds=seconds,
         )
+
+
+def _files_hash(folder: Path) -> str:
+    """Returns a hash of the files in a folder of tasks, without hidden ones, such as the results that are kept."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in parts):
+            digest.update(file_sha256(path).encode())
+    return digest.hexdigest()
 
 
 def _results(

@@ -37,6 +37,7 @@ from permtriton.model.headers import REPORT_FILE
 from permtriton.model.seq2seq import arguments_of, first_predicted, predicted
 from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch
+from permtriton.util.permutation import is_permutation
 from permtriton.util.progress import NoProgress, Progress
 
 MAX_LOSS = 700.0  # nats; exp of more overflows a float
@@ -187,10 +188,10 @@ def _outputs(model: PreTrainedModel, rows: Samples, *, hidden: bool) -> dict[str
 
 def _in_order(dense: Tensor, order: Tensor | None) -> Tensor:
     """Returns the dense model's hidden states with their channels in ``order``; unchanged if it is None."""
-    if order is not None and len(order) != dense.shape[-1]:
+    if order is not None and (len(order) != dense.shape[-1] or not is_permutation(order)):
         raise ModelError(
-            f"the order of hidden states (hidden_states in {REPORT_FILE}, or `hidden_order=`) has {len(order)} "
-            f"channels, but the last hidden state of the dense model has {dense.shape[-1]}: give this model's order"
+            f"the order of hidden states (hidden_states in {REPORT_FILE}, or `hidden_order=`) is no permutation of the "
+            f"dense model's {dense.shape[-1]} channels: give this model's order, int64 [{dense.shape[-1]}]"
         )
     return dense if order is None else dense[..., order]
 

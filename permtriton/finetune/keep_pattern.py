@@ -21,6 +21,7 @@ from permtriton.checkpoint.read_record import PRUNED_ELSEWHERE, Record, find_rec
 from permtriton.checkpoint.save import save
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, reading
+from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.modules import is_permuted
 from permtriton.model.prunable import check_loaded
 from permtriton.model.source import source_of_loaded
@@ -71,6 +72,8 @@ class _Weight:
     def __init__(self, model: nn.Module, name: str, pruned: PrunedWeight) -> None:
         owner, _, self.key = name.rpartition(".")
         self.owner, self.pruned = model.get_submodule(owner), pruned
+        if self.parameter.element_size() == 1:
+            raise ModelError(f"{name}: weights in 8 bits cannot be trained: load the folder that was quantized")
         self.zeros = self.parameter.detach() == 0
 
     @property
@@ -133,17 +136,18 @@ class KeptPattern:
 
         Raises:
             ModelError: ``model`` is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged, such
-                as one trained on the dense model or on a linear that gathers its input.
+                as one trained on the dense model, in ``modules_to_save``, or on a linear that gathers its input.
         """
         if _unwrapped(model) is not self._model():
             raise ModelError(f"this {type(model).__name__} is not the model that is kept: give its PeftModel")
         _refuse_dense_adapters(model, self.record)
+        owners = {weight.owner for weight in self._weights.values()}
         for name, module in model.named_modules():
+            if ".original_module" in name and module in owners:
+                raise ModelError(f"{name}: the zeros of its copy in modules_to_save are not kept: use target_modules")
             if name.endswith(BASE_LAYER) and is_permuted(module):
-                raise ModelError(
-                    f"{name.removesuffix(BASE_LAYER)} brings its input into another order, which its adapter does not "
-                    "read: keep the adapter beside the model, or train one of the layout portable"
-                )
+                what = "permutes its input, which its adapter does not: keep the adapter beside the model"
+                raise ModelError(f"{name.removesuffix(BASE_LAYER)} {what}")
         before = {name: weight.parameter.detach().clone() for name, weight in self._weights.items()}
         size = lost = 0.0
         try:
@@ -223,8 +227,9 @@ def _refuse_dense_adapters(model: Any, record: Record | None) -> None:
     if record is None or not any(moved(torch.tensor(site["index"])) for site in record["sites"]):
         return
     for config in getattr(model, "peft_config", {}).values():
-        base = config.base_model_name_or_path
-        if base and real_path(Path(base)) == real_path(Path(record["model"])):
+        base = config.base_model_name_or_path or ""
+        unpruned = base and Path(base, CONFIG_FILE).is_file() and not Path(base, REPORT_FILE).is_file()
+        if unpruned or base == record["model"]:
             order = "whose channels have another order: train it on the compiled folder"
             raise ModelError(f"the adapter was trained on {base}, the dense model, {order}")
 

@@ -197,7 +197,7 @@ def bias_of(projection: str) -> str:
 def is_transposed(experts: nn.Module) -> bool:
     """Whether (un)stacked weights are ``[experts, in, out]``: by an attribute of their module, else by their shapes."""
     marked = getattr(experts, "is_transposed", None)
-    if marked is not None:
+    if marked is not None or not hasattr(experts, SECOND):
         return bool(marked)
     return not fits(experts, transposed=False) and fits(experts, transposed=True)
 

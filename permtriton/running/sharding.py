@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from permtriton.errors import ModelError
 from permtriton.model.core import core_of
@@ -94,11 +93,6 @@ def _check(twin: PreTrainedModel, layers: list[nn.Module]) -> None:
             f"a run up to the last hidden state of this {type(twin).__name__} ends inside the module that calls its "
             "layers, which FSDP2 does not allow, so they cannot be spread over GPUs: use a GPU that holds the model, "
             "or `device=cpu`"
-        )
-    if any(isinstance(module, Conv1D) for layer in layers for module in layer.modules()):
-        raise ModelError(
-            f"weights of {type(twin).__name__} are stored transposed, so its layers cannot be spread over GPUs: use "
-            "a GPU that holds the model, or `device=cpu`"
         )
     owners: dict[int, nn.Module] = {}
     for layer in layers:
