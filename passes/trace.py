@@ -34,11 +34,14 @@ GUARDS = {torch.ops.aten._assert_tensor_metadata.default}  # checks that the gra
 
 
 class _Probed(nn.Module):
-    """Returns the model's output tensors, without an encoder's state beside logits, then the last hidden state."""
+    """Returns the model's output tensors except ``left_out``, then the last hidden state.
 
-    def __init__(self, model: PreTrainedModel, masked: bool) -> None:
+    If ``masked``, the model gets a mask of ones, which some models (LongT5) make only when they are not exported.
+    """
+
+    def __init__(self, model: PreTrainedModel, masked: bool, left_out: str) -> None:
         super().__init__()
-        self.model, self.masked = model, masked
+        self.model, self.masked, self.left_out = model, masked, left_out
 
     def forward(self, **arguments: Tensor) -> tuple[Tensor, ...]:
         if self.masked:
@@ -47,8 +50,7 @@ class _Probed(nn.Module):
         gradients_stay_off = mock.patch.object(torch._C, "_set_grad_enabled", return_value=None)
         with recorded_states(self.model) as states, gradients_stay_off:
             output = self.model(**arguments)
-        inner = ENCODER_STATE if has_head(self.model) and not is_embedder(self.model) else ""
-        return (*(v for name, v in output.items() if isinstance(v, Tensor) and name != inner), states[-1])
+        return (*(v for name, v in output.items() if isinstance(v, Tensor) and name != self.left_out), states[-1])
 
 
 def trace(model: PreTrainedModel, sample: Samples | None = None) -> tuple[fx.GraphModule, range]:
@@ -71,13 +73,16 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> tuple[fx.Gra
         values: the graph takes all rows (`permtriton.passes.recorded_branches`).
     """
     check_towers(model)
+    embedder = is_embedder(model)
+    left_out = ENCODER_STATE if has_head(model) and not embedder else ""
     samples = [sample] if sample is not None else examples(model)
     problems: list[Exception] = []
     for inputs, masked in product(samples, (False, True)):
         if masked and ("input_ids" not in inputs.inputs or inputs is not samples[0]):
             continue
         try:
-            exported, alike = _exported(model, dict(inputs.to(model.device, model.dtype).inputs), masked=masked)
+            arguments = dict(inputs.to(model.device, model.dtype).inputs)
+            exported, alike = _exported(_Probed(model, masked, left_out), arguments)
         except Exception as error:  # torch.export raises many kinds
             problems.append(error)
             continue
@@ -85,7 +90,7 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> tuple[fx.Gra
         _check_not_random(model, graph_module)
         if not alike:
             graph_module.meta[OTHER_VALUES] = True
-        return graph_module, range(len(exported.graph_signature.user_outputs) - 1 + is_embedder(model))
+        return graph_module, range(len(exported.graph_signature.user_outputs) - 1 + embedder)
     raise ModelError(
         f"{type(model).__name__} cannot be traced: {_described(problems[0])}. permtriton needs a model that runs on "
         f"{model.main_input_name} alone, or on a mapping of what else its forward needs (`ids=` in Python, a "
@@ -113,16 +118,11 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__} at {code[-1]}: {next(iter(str(error).strip().splitlines()), 'no message')}"
 
 
-def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: bool) -> tuple[ExportedProgram, bool]:
-    """Exports a model; ``masked`` gives it a mask of ones, which some models (LongT5) make only when not exported.
-
-    Returns:
-        The program, and whether it computes the model's values.
-    """
-    probed = _Probed(model, masked)
+def _exported(probed: _Probed, arguments: dict[str, Tensor]) -> tuple[ExportedProgram, bool]:
+    """Returns a model as an exported program, and whether the program computes the model's values."""
     # A stack trace for each node would take a tenth of the time.
     no_stack_traces = mock.patch.object(fx.config, "do_not_emit_stack_traces", True, create=True)
-    with torch.no_grad(), without_cache(model), _attributes_kept(model), _quiet(), no_stack_traces:
+    with torch.no_grad(), without_cache(probed.model), _attributes_kept(probed.model), _quiet(), no_stack_traces:
         try:
             return export_program(probed, **arguments), True
         except Exception:  # torch.export raises many kinds

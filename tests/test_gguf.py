@@ -101,7 +101,7 @@ def test_a_file_in_a_folder(pristine, file):
 
 def test_a_file_beside_a_hub_name(pristine, monkeypatch):
     calls = []
-    download = lambda name, **options: calls.append((name, options["allow_patterns"])) or str(pristine)  # noqa: E731
+    download = lambda name, **options: calls.append((name, *options["allow_patterns"])) or str(pristine)  # noqa: E731
     monkeypatch.setattr("permtriton.model.source.snapshot_download", download)
     source = Source("someone/model", gguf_file=FILE)
     same_as_file(load_original(source)[0], pristine)

@@ -1,25 +1,29 @@
 """Loading: any class that the config names, safetensors only, and one clear line for everything that is not a model."""
 
+import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import torch
 import transformers
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import permtriton
 from permtriton.errors import ConfigError, ModelError
-from permtriton.model.load import load_empty_model, load_model
+from permtriton.model.copied_files import is_embedder
+from permtriton.model.load import load_empty_model, load_model, load_original
 from permtriton.model.prunable import check_weights
-from permtriton.model.source import Source, resolve_device
+from permtriton.model.source import SMALL_FILES, Source, resolve_device, source_of_loaded
 from permtriton.model.tokenizer import load_tokenizer
 
 from . import zoo
@@ -263,7 +267,7 @@ class Hub:
     """Stands in for the hub and its client: fetches the files of one repository into a cache.
 
     Attributes:
-        calls: revision and token of each call.
+        calls: revision and token of each call that fetches several files.
         lost: whether the connection is lost.
     """
 
@@ -271,15 +275,25 @@ class Hub:
         self.repository, self.snapshot = repository, cache / "models--someone--model" / "snapshots" / ("0" * 40)
         self.calls, self.lost = list[tuple[str | None, str | None]](), False
 
-    def download(self, name: str, revision: str | None, token: str | None, allow_patterns: list[str]) -> str:
+    def download(self, name: str, revision: str | None, token: str | None, **patterns: Any) -> str:
         if self.lost:
             raise LocalEntryNotFoundError(f"Got: ConnectError: {LOST}\nAn error happened while locating the files.")
         self.calls.append((revision, token))
         files = [str(path.relative_to(self.repository)) for path in self.repository.rglob("*") if path.is_file()]
-        for file in huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns):
+        for file in huggingface_hub.utils.filter_repo_objects(files, **patterns):
             (self.snapshot / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(self.repository / file, self.snapshot / file)
         return str(self.snapshot)
+
+    def download_file(self, name: str, file: str, revision: str | None, token: str | None) -> str:
+        self.download(name, revision, token, allow_patterns=[file])
+        if not (self.snapshot / file).exists():
+            raise RemoteEntryNotFoundError("Entry Not Found", response=SimpleNamespace(headers={}, request=None))
+        return str(self.snapshot / file)
+
+    @property
+    def fetched(self) -> set[str]:
+        return {str(path.relative_to(self.snapshot)) for path in self.snapshot.rglob("*") if path.is_file()}
 
 
 LOST = "[Errno -2] Name or service not known"
@@ -289,22 +303,26 @@ LOST = "[Errno -2] Name or service not known"
 def hub(folder, tmp_path, monkeypatch) -> Hub:
     hub = Hub(folder, tmp_path / "cache")
     monkeypatch.setattr("permtriton.model.source.snapshot_download", hub.download)
+    monkeypatch.setattr("permtriton.model.source.hf_hub_download", hub.download_file)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return hub
 
 
 def test_what_stands_beside_the_weights_of_a_hub_name_is_saved(hub, tmp_path):
-    """And nothing else is fetched: no weights of other formats, and no pictures."""
-    beside = {"modules.json": '[{"path": "1_Pooling"}]', "1_Pooling/config.json": "{}", "LICENSE": "x"}
-    for name, content in {**beside, "pytorch_model.bin": "x", "consolidated.safetensors": "x", "a.png": "x"}.items():
+    """And nothing else is fetched: no pickles, code, weights of other formats or of other folders, and no pictures."""
+    modules = [{"path": path} for path in ("", "1_Pooling", "10_Dense")]
+    beside = {"modules.json": json.dumps(modules), "LICENSE": "x", "1_Pooling/config.json": "{}"}
+    beside |= dict.fromkeys(["10_Dense/config.json", "10_Dense/model.safetensors"], "{}")
+    other = ("pytorch_model.bin", "10_Dense/pytorch_model.bin", "0_ckpt/optimizer.pt", "2_Dense/model.safetensors",
+             "checkpoint-5/tokenizer.json", "consolidated.safetensors", "modeling.py", "a.png")  # fmt: skip
+    for name, content in {**beside, **dict.fromkeys(other, "x")}.items():
         (hub.repository / name).parent.mkdir(exist_ok=True)
         (hub.repository / name).write_text(content)
     options = {"recipe": "mask", "data": zoo.tiny_ids(4, 12)}
     compiled = permtriton.compile("someone/model", output=tmp_path / "out", **options)
     saved = {name: (tmp_path / "out" / name).read_text() for name in beside}
     assert saved == beside
-    assert not {"pytorch_model.bin", "consolidated.safetensors", "a.png"} & {
-        path.name for path in hub.snapshot.iterdir()
-    }
+    assert not {*other} & hub.fetched
     assert (compiled.report["model"], compiled.report["on_hub"]) == ("someone/model", True)
     assert compiled.source.revision == hub.snapshot.name, "another version may be published before it is read again"
     texts = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.suffix in (".json", ".md")]
@@ -318,6 +336,22 @@ def test_only_the_shards_that_the_index_names_are_fetched(hub):
     (hub.repository / "model-old.safetensors").write_bytes(b"x")
     assert load_model(Source("someone/model")).state_dict().keys() == weights.keys()
     assert not (hub.snapshot / "model-old.safetensors").exists()
+
+
+def test_code_is_fetched_from_the_hub_if_it_may_run(hub):
+    (hub.repository / "modeling_own.py").write_text("")
+    assert Source("someone/model", trust_remote_code=True).folder == hub.snapshot
+    assert "modeling_own.py" in hub.fetched
+
+
+def test_every_file_of_a_tokenizer_is_fetched():
+    """Of every class in transformers."""
+    names = {"qwen.tiktoken", "chat_template.jinja"}
+    for path in Path(transformers.__file__).parent.glob("models/*/tokenization_*.py"):
+        for named in re.findall(r"VOCAB_FILES_NAMES = {(.*?)}", path.read_text(), re.DOTALL):
+            names |= {*re.findall(r': "(.+?)"', named)}
+    assert {"source.spm", "bpe.codes", "prophetnet.tokenizer"} <= names
+    assert {*huggingface_hub.utils.filter_repo_objects(names, allow_patterns=[*SMALL_FILES])} == names
 
 
 def test_a_tokenizer_that_the_hub_does_not_hold_is_none(hub):
@@ -366,13 +400,98 @@ def test_the_hub_is_asked_for_the_revision_with_the_token(hub):
 
 
 def test_a_lost_connection_to_the_hub_is_one_line(hub):
+    """Before anything is fetched, and between the config and the weights."""
     source = Source("someone/model")
     assert source.folder == hub.snapshot
     hub.lost = True
-    for use in (lambda: load_model(source), lambda: load_tokenizer(Source("someone/model"))):
-        with pytest.raises(ModelError, match=r"no such model can be fetched.*Name or service") as caught:
+    for use, message in (
+        (lambda: load_model(source), r"model\.safetensors is not in the hub's cache, and the hub cannot be reached"),
+        (lambda: load_tokenizer(Source("someone/model", revision="v2")), "no such model can be fetched"),
+    ):
+        with pytest.raises(ModelError, match=rf"{message}.*Name or service") as caught:
             use()
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["with a listing", "without"])
+def test_a_part_of_a_hub_name_in_the_cache_serves_without_a_network(folder, tmp_path, monkeypatch, listed):
+    """As other tools fetch one: what is beside weights and tokenizer may be missing, these and the config may not."""
+    snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
+    source = Source("someone/model", token="secret")
+    if listed:  # of the repository, which the client keeps
+        files = {name: {"size": 1, "blob_id": "0"} for name in (*(path.name for path in folder.iterdir()), "LICENSE")}
+        (snapshot.parents[1] / "trees").mkdir()
+        listing = {"format_version": 1, "files": files}
+        (snapshot.parents[1] / "trees" / f"{snapshot.name}.json").write_text(json.dumps(listing))
+    model, tokenizer = load_original(source)
+    assert all(map(torch.equal, model.parameters(), load_model(Source(str(folder))).parameters()))
+    assert tokenizer is not None
+    drop_tokenizer(snapshot)
+    for file in ("tokenizer_config.json", "model.safetensors", "config.json"):
+        (snapshot / file).unlink(missing_ok=True)
+        missing = rf"someone/model.* {file} is not in the hub's cache, and the hub cannot be reached: .*connection"
+        if listed and file == "config.json":
+            missing = r"no such model can be fetched"
+        with pytest.raises(ModelError, match=missing) as caught:
+            load_original(Source("someone/model", token="secret"))
+        assert "\n" not in str(caught.value)
+        assert "secret" not in str(caught.value)
+
+
+def test_what_the_hub_is_known_not_to_have_is_not_missed_without_a_network(folder, tmp_path, monkeypatch):
+    snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
+    drop_tokenizer(snapshot)
+    note = snapshot.parents[1] / ".no_exist" / snapshot.name / "tokenizer_config.json"
+    note.parent.mkdir(parents=True)
+    note.touch()
+    assert load_tokenizer(Source("someone/model")) is None
+
+
+def test_the_folder_of_a_loaded_model_is_that_of_its_commit_and_is_never_fetched(folder, tmp_path, monkeypatch):
+    """The main branch is in the cache, too, and holds an embedder."""
+    main = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
+    loaded = Path(shutil.copytree(main, main.with_name("1" * 40)))
+    (main / "modules.json").write_text("[]")
+
+    def fail(*_: object, **__: object) -> str:
+        raise AssertionError("fetched")
+
+    model = load_model(Source("someone/model", revision=loaded.name))
+    monkeypatch.setattr("permtriton.model.source.snapshot_download", fail)
+    monkeypatch.setattr("permtriton.model.source.hf_hub_download", fail)
+    assert source_of_loaded(model).folder == loaded
+    assert not is_embedder(model)
+    permtriton.compile(model, recipe="mask", data=zoo.tiny_ids(4, 12), output=tmp_path / "out")
+    assert loaded.name not in (tmp_path / "out" / "config.json").read_text()
+    model = LlamaForCausalLM.from_pretrained("someone/model")
+    assert source_of_loaded(model).folder == main
+    assert is_embedder(model)
+
+
+@pytest.mark.parametrize("tokenizer", ["someone/model", "a copy"])
+def test_a_tokenizer_of_the_same_hub_name_comes_with_all_its_files(folder, tmp_path, monkeypatch, tokenizer):
+    (folder / "tokenizer.model").write_text("x")
+    in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
+    shutil.copytree(folder, tmp_path / "a copy")
+    monkeypatch.chdir(tmp_path)
+    options = {"recipe": "mask", "data": zoo.tiny_ids(4, 12), "tokenizer": AutoTokenizer.from_pretrained(tokenizer)}
+    permtriton.compile("someone/model", output=tmp_path / "out", **options)
+    assert (tmp_path / "out" / "tokenizer.model").exists() == (tokenizer == "someone/model")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"trust_remote_code": "false"}, "trust_remote_code is a str: expected True or False"),
+        ({"trust_remote_code": 1}, "trust_remote_code is a int: expected True or False"),
+        ({"token": True}, "token is a bool: expected text"),
+        ({"token": b"secret"}, "token is a bytes: expected text"),
+    ],
+)
+def test_options_of_another_type_are_refused_without_their_value(option, message):
+    with pytest.raises(ConfigError) as caught:
+        permtriton.compile("someone/model", data=zoo.tiny_ids(4, 12), **option)
+    assert str(caught.value) == message
 
 
 def test_weights_of_float8_are_checked_to_be_finite():

@@ -1,6 +1,7 @@
 """Reads ``permtriton.json``, the record of a compilation, and checks the entries that permtriton works with again."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -23,13 +24,10 @@ PRUNED_ELSEWHERE = (
 
 
 def _pattern(text: str) -> str:
-    try:
-        right = str(NMPattern.parse(text)) == text
-    except ConfigError:
-        right = False
-    if not right:
-        raise ValueError("a pattern such as 2:4")
-    return text
+    with suppress(ConfigError):
+        if str(NMPattern.parse(text)) == text:
+            return text
+    raise ValueError("a pattern such as 2:4")
 
 
 def _permutation(index: list[int]) -> list[int]:
@@ -41,9 +39,8 @@ def _permutation(index: list[int]) -> list[int]:
 Pattern = Annotated[str, AfterValidator(_pattern)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Index = Annotated[list[int], AfterValidator(_permutation)]
-OPEN = ConfigDict(
-    strict=True, extra="allow", allow_inf_nan=False
-)  # further entries are not checked: they are only shown
+# Further entries are not checked: they are only shown.
+OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 Record = dict[str, Any]  # all entries of ``permtriton.json``, which docs/formats.md describes
 
 

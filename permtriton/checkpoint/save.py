@@ -102,7 +102,7 @@ def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, pa
             raise
         raise ModelError(f"transformers cannot save this {type(model).__name__}: {first_line(error)}") from error
     if source is not None:
-        _copy_beside(source, tokenizer, partial)
+        _copy_beside(source, model.name_or_path, tokenizer, partial)
     share_mode(partial)
 
 
@@ -123,13 +123,13 @@ def _correct(model: Any) -> None:
                 setattr(config, name, type(value)())  # 0 layers, and an empty list of types
 
 
-def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
+def _copy_beside(source: Source, model_name: str, tokenizer: Any, partial: Path) -> None:
     """Copies the files that `copied_files` names, except those already saved and links out of the folder."""
     saved = {name for name in (*PROCESSOR_FILES, *REMADE) if (partial / name).exists()}
     remade = {*REMADE} if saved & {*REMADE} else set[str]()
     remade |= {*PROCESSOR_FILES, LEGACY_TEMPLATE} if saved & {*PROCESSOR_FILES} else set[str]()
     read_from = getattr(tokenizer_of(tokenizer), "name_or_path", None)
-    if read_from is not None and real_path(Path(read_from)) != real_path(source.folder):
+    if read_from not in (None, model_name) and real_path(Path(read_from)) != real_path(source.folder):
         remade |= {*TOKENIZERS}  # a tokenizer from elsewhere
     for name in copied_files(source):
         if name not in remade and not (partial / name).exists() and (path := source.find(name)):

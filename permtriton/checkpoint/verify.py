@@ -58,14 +58,13 @@ def _check_complete(expected: Set[str], written: Set[str]) -> None:
 def compare_reloaded(compiled: Pruned, folder: Path) -> dict[str, Any]:
     """Loads the checkpoint as a user would, and compares the outputs, if a second model fits into memory."""
     size = sum(p.numel() * p.element_size() for p in compiled.model.parameters())
-    if size * 1.2 > available_memory(compiled.model.device):
-        return NO_MEMORY
-    try:
-        return _reloaded(compiled, folder)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    release_memory()  # of the failed attempt, which the error's traceback kept alive
+    if size * 1.2 <= available_memory(compiled.model.device):
+        try:
+            return _reloaded(compiled, folder)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        release_memory()  # of the failed attempt, which the error's traceback kept alive
     return NO_MEMORY
 
 

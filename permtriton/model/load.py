@@ -32,6 +32,8 @@ from permtriton.util.extras import require
 from permtriton.util.progress import NoProgress, Progress
 
 ADAPTER = "adapter_config.json"
+# Patterns of the files that are fetched from the hub in the folders that `MODULES` lists.
+OF_A_MODULE = ("*.json", "*.txt", "*.model", "*.safetensors")
 
 
 def load_original(
@@ -73,8 +75,7 @@ def _loaded(source: Source, allow_compiled: bool, progress: Progress) -> PreTrai
     model_class = _model_class(source, config)
     _fetch_weights(source)
     stored = {} if source.gguf else read_checkpoint(source.folder)
-    cannot = f"{source.name} cannot be loaded as {model_class.__name__}"
-    with reading(cannot, ModelError), read_quickly(source.gguf):
+    with reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError), read_quickly(source.gguf):
         model, info = model_class.from_pretrained(
             source.folder,
             config=config,
@@ -99,6 +100,7 @@ def _loaded(source: Source, allow_compiled: bool, progress: Progress) -> PreTrai
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
     model.name_or_path = source.name  # transformers sets the folder
+    model.config._commit_hash = source.at_commit().revision  # for `source_of_loaded`; transformers does not save it
     without_place = set(info["unexpected_keys"])
     if source.gguf is not None:
         _check_tensors(model, source.gguf, without_place)
@@ -200,11 +202,15 @@ def _is_compiled(config: Any) -> bool:
 
 
 def _fetch_weights(source: Source) -> None:
-    """Fetches the weights of a hub name: the files that its index names, or the only one."""
+    """Fetches the weights of a hub name, the files that its index names or the only one, and what is in subfolders."""
     if source.on_hub and source.gguf is None:
         index = source.folder / INDEX_FILE
         files = indexed_files(index) if index.is_file() else [WEIGHTS_FILE]
-        source.fetch(source.folder.name, *files)  # of the commit of the other files
+        inside = [f"{module}/{pattern}" for module in module_folders(source) for pattern in OF_A_MODULE]
+        # Of the commit of the other files.
+        source.fetch(source.folder.name, [*files, *inside, "additional_chat_templates/*.jinja"])
+        for file in files:
+            source.has(file)  # without a network, refuses a file that the cache does not hold
 
 
 def _check_config(source: Source, config: Any) -> None:
@@ -253,7 +259,7 @@ def check_folder(source: Source) -> None:
         return
     if source.find(ADAPTER):
         raise ModelError(f"{source.name} holds an adapter ({ADAPTER}): merge it into its model and save that first")
-    if not source.find(CONFIG_FILE):
+    if not source.has(CONFIG_FILE):
         inside = [name for name in module_folders(source) if source.find(f"{name}/{CONFIG_FILE}")]
         where = f": the model that {MODULES} names is {source.name}/{inside[0]}, give that" if inside else ""
         raise ModelError(f"{source.name} holds no config.json{where or ': it is not a Hugging Face model folder'}")
@@ -271,8 +277,7 @@ def _model_class(source: Source, config: Any) -> Any:
         model_class: Any = getattr(transformers, names[0], None)
         if model_class is None and source.trust_remote_code:
             model_class = _remote_class(config, names[0], source)
-    is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
-    if not is_model:
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ModelError(
             f"{source.name}: {names[0]} is not a model class of transformers {transformers.__version__}: upgrade "
             "transformers, or, if the model comes with its own code and you trust it, use `trust_remote_code=True`"

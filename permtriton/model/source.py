@@ -1,13 +1,15 @@
 """The source of a model: a folder, the hub, a GGUF file or the demo, with its device and dtype."""
 
 import os
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from transformers import PreTrainedModel
 
 from permtriton import demo
@@ -20,9 +22,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 LEGACY_TEMPLATE = "chat_template.json"  # a processor's; a tokenizer's is saved with the tokenizer
 MODULES = "modules.json"  # of sentence-transformers: lists the modules that read hidden states
-# Patterns of the files that are fetched from the hub: all but weights, and what `MODULES` lists, such as ``2_Dense``.
-SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY.md",
-               "[0-9]_*/*")  # fmt: skip
+# Patterns of the files that are fetched from the hub beside the weights: configs, tokenizers and licences. No pickles.
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.spm", "*.codes", "*.tokenizer", "*.tiktoken", "*.jinja",
+               "LICENSE*", "NOTICE*", "USE_POLICY.md")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Source:
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        for part in fields(self):
+            if not isinstance(value := getattr(self, part.name), cast(type, part.type)):
+                expected = "True or False" if part.type is bool else "text"
+                # Only the type is named: the value may be a token.
+                raise ConfigError(f"{part.name} is a {type(value).__name__}: expected {expected}")
         object.__setattr__(self, "token", checked_token(self.token))
 
     @property
@@ -51,8 +58,8 @@ class Source:
     def folder(self) -> Path:
         """The model's folder, or that of its GGUF file; for a hub name, the folder in the hub's cache.
 
-        Of a hub name, the `SMALL_FILES` are fetched, or the GGUF file. Without a network, the folder is what the cache
-        holds.
+        Of a hub name, the `SMALL_FILES` that are in no subfolder are fetched, and the code if it may run; or the GGUF
+        file. Without a network, the folder is what the cache holds.
         """
         if self.name == DEMO:
             return demo.FOLDER
@@ -64,14 +71,41 @@ class Source:
             raise ModelError(
                 f"{self.name} {problem}: give a Hugging Face model folder, a .gguf file, a hub name, or demo"
             )
-        return self.fetch(self.revision, *SMALL_FILES) if self.on_hub else Path(self.name)
+        if not self.on_hub:
+            return Path(self.name)
+        if self.gguf_file is not None:
+            return self.fetch(self.revision, [self.gguf_file])
+        return self.fetch(self.revision, [*SMALL_FILES, *(["*.py"] * self.trust_remote_code)], ignored="*/*")
 
-    def fetch(self, revision: str | None, *patterns: str) -> Path:
-        """Fetches the files of a hub name that fit ``patterns``; returns their folder in the hub's cache."""
+    def fetch(self, revision: str | None, patterns: list[str], ignored: str | None = None) -> Path:
+        """Fetches the files of a hub name that fit one of ``patterns``, but not ``ignored``; returns their folder.
+
+        Without a network, returns the folder of config.json in the hub's cache, in which files may be missing.
+        """
         cannot = "there is no such folder, and no such model can be fetched from the hub (check the name, the network, "
         with reading(f"{self.name}: {cannot}and the token, from hf auth login or HF_TOKEN)", ModelError):
-            files = list(patterns) if self.gguf_file is None else self.gguf_file
-            return Path(snapshot_download(self.name, revision=revision, token=self.token, allow_patterns=files))
+            try:
+                loading: dict[str, Any] = {"revision": revision, "token": self.token, "ignore_patterns": ignored}
+                return Path(snapshot_download(self.name, allow_patterns=patterns, **loading))
+            except LocalEntryNotFoundError:
+                config = try_to_load_from_cache(self.name, CONFIG_FILE, revision=revision)
+                if self.gguf_file is not None or not isinstance(config, str):
+                    raise
+                return Path(config).parent
+
+    def has(self, file: str) -> bool:
+        """Whether the model has a file; one of a hub name that the cache lacks is fetched.
+
+        Raises:
+            ModelError: the cache lacks the file, and the hub cannot be reached.
+        """
+        cached = self.on_hub and self.gguf_file is None
+        # The cache also notes which files the hub does not have.
+        if cached and try_to_load_from_cache(self.name, file, revision=self.folder.name) is None:
+            cannot = f"{self.name}: {file} is not in the hub's cache, and the hub cannot be reached"
+            with reading(cannot, ModelError), suppress(RemoteEntryNotFoundError):
+                hf_hub_download(self.name, file, revision=self.folder.name, token=self.token)
+        return self.find(file) is not None
 
     @cached_property
     def gguf(self) -> GgufFile | None:
@@ -109,13 +143,17 @@ class Source:
 
 
 def source_of_loaded(model: Any) -> Source | None:
-    """Returns where a model in memory was loaded from; None if it was made in memory, or its folder is gone."""
+    """Returns the folder that a model in memory was loaded from; for a hub name, that in the hub's cache.
+
+    None if the model was made in memory, or the folder is gone. Nothing is fetched.
+    """
     name = str(getattr(model, "name_or_path", ""))
     if not is_hub_name(name):
         return Source(name) if os.path.isdir(name) else None
-    commit = getattr(getattr(model, "config", None), "_commit_hash", None)  # some versions of transformers note it
+    # Noted by `load_model` and by some versions of transformers.
+    commit = getattr(getattr(model, "config", None), "_commit_hash", None)
     config = try_to_load_from_cache(name, CONFIG_FILE, revision=commit)
-    return Source(name, revision=Path(config).parent.name) if isinstance(config, str) else None
+    return Source(str(Path(config).parent)) if isinstance(config, str) else None
 
 
 def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | PreTrainedModel:

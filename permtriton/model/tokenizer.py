@@ -30,7 +30,7 @@ def load_processor(source: Source, model: PreTrainedModel, progress: Progress | 
             return getattr(transformers, loader).from_pretrained(source.folder, **source.loading)
         except Exception as error:  # of many kinds, also if the folder has a processor of another kind
             problems.append(error)
-    if any(map(source.find, PROCESSOR_FILES)):
+    if any(map(source.find, PROCESSOR_FILES)) or source.has(PROCESSOR_FILES[0]):
         raise ModelError(f"{source.name}: its processor cannot be loaded: {first_line(problems[0])}") from problems[0]
     return None
 
@@ -56,15 +56,15 @@ def unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrainedTokenizerBase | None:
     try:
-        cannot = f"{source.name}: its tokenizer cannot be loaded"
-        with reading(cannot, ModelError), read_quickly(source.gguf):
+        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), read_quickly(source.gguf):
             tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.loading)
             _check_vocabulary(source, tokenizer)
             if source.gguf is not None:
                 complete_tokenizer(source.gguf, tokenizer, progress or NoProgress())
             return tokenizer
     except ModelError:  # a missing tokenizer and a damaged one raise the same errors
-        if any(map(source.find, TOKENIZERS)) or (source.gguf and "tokenizer.ggml.model" in source.gguf.header):
+        in_gguf = source.gguf is not None and "tokenizer.ggml.model" in source.gguf.header
+        if in_gguf or any(map(source.find, TOKENIZERS)) or source.has(TOKENIZERS[0]):
             raise
         return None
 
