@@ -59,12 +59,12 @@ def measure(layers: int) -> dict[str, Any]:
 
     from permtriton.config import CommonConfig
     from permtriton.kernels.importance import ImportanceFactors
-    from permtriton.passes.edits import moves_of
     from permtriton.passes.graph import absorb_folds
     from permtriton.passes.pipeline import permutation_passes, pruning_passes, run_passes
     from permtriton.passes.provenance import propagate
     from permtriton.passes.sites import find_sites
     from permtriton.passes.trace import trace
+    from permtriton.passes.weight_folds import moves_of
     from permtriton.util.machine import device_name, peak_memory, versions
 
     cpu = torch.device("cpu")

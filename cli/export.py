@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from permtriton import api
-from permtriton.checkpoint.format import HELP, Format
+from permtriton.checkpoint.formats import HELP, Format
 from permtriton.cli.console import print_json, show
 from permtriton.cli.options import Json, output_flag
 from permtriton.util.machine import format_bytes

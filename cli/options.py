@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from permtriton.arguments import LoadArgs
-from permtriton.checkpoint.format import HELP as FORMATS
+from permtriton.checkpoint.formats import HELP as FORMATS
 from permtriton.config import RUNNING
 from permtriton.errors import OutputError
 from permtriton.evaluation.compare_methods import FUSED, METHODS

@@ -11,7 +11,6 @@ from dataclasses import astuple
 
 from torch import fx
 
-from permtriton.passes.edits import Move, PermuteNorm
 from permtriton.passes.graph import (
     NORM_PERMUTE,
     PERMUTE,
@@ -26,6 +25,7 @@ from permtriton.passes.graph import (
     wrap,
 )
 from permtriton.passes.plan import Destination
+from permtriton.passes.weight_folds import Move, PermuteNorm
 
 
 def fuse_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) -> fx.GraphModule:

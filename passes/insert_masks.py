@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from torch import fx
 
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.passes.edits import runs_of
 from permtriton.passes.graph import NM_MASK, Constants, aten, input_dim, parameter_nodes, wrap
 from permtriton.passes.plan import Plan
+from permtriton.passes.weight_folds import runs_of
 from permtriton.util.permutation import identity
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from permtriton.passes.edits import Move
 from permtriton.passes.graph import PERMUTE, SITE, Constants, argument, call_before, parameter_nodes, products, wrap
+from permtriton.passes.weight_folds import Move
 
 
 def insert_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) -> fx.GraphModule:

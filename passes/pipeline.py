@@ -13,7 +13,6 @@ from torch import fx
 from permtriton.errors import VerificationError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.passes.cancel_permutations import cancel_permutations
-from permtriton.passes.edits import Move
 from permtriton.passes.fuse_permutations import fuse_permutations
 from permtriton.passes.graph import copied, one_thread
 from permtriton.passes.insert_masks import insert_masks
@@ -21,6 +20,7 @@ from permtriton.passes.insert_permutations import insert_permutations
 from permtriton.passes.lower import lower
 from permtriton.passes.plan import Plan
 from permtriton.passes.provenance import Unions, channel_unions
+from permtriton.passes.weight_folds import Move
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 BUG = ". Nothing was saved; this is a bug in permtriton, please report it with the output of permtriton inspect"

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from permtriton.arguments import CompareArgs, CompileArgs, EvaluateArgs, Words
 from permtriton.checkpoint import export as exporting
-from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.formats import Format
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.data.in_memory import Data, is_named, selected
 from permtriton.data.media import Processor

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from permtriton.arguments import CompileArgs
-from permtriton.checkpoint.format import IN_8_BITS
+from permtriton.checkpoint.formats import IN_8_BITS
 from permtriton.config import CalibrationConfig, ImportanceMethod
 from permtriton.errors import ConfigError, near, reading, shown
 from permtriton.evaluation.protocol import protocol_of

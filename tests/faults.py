@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import permtriton
-from permtriton.checkpoint import format_writers
+from permtriton.checkpoint import format_writer
 from permtriton.driver import pipeline as compiler
 from permtriton.kernels import sparsegpt_block
 from permtriton.kernels.nm_mask import top_n_mask
@@ -27,9 +27,9 @@ from permtriton.methods.order.searched import Searcher
 from permtriton.methods.prune import mask, refit, sparsegpt
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.train.kept_weights import KeptWeights
-from permtriton.passes import edits as pass_edits
-from permtriton.passes.edits import Fold
+from permtriton.passes import weight_folds as pass_edits
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
+from permtriton.passes.weight_folds import Fold
 from permtriton.running import layer_walk
 from permtriton.running.layer_walk import LayerInputs, LayerWalk
 from permtriton.util.permutation import compose, inverse
@@ -412,11 +412,11 @@ FAULTS: dict[str, Fault] = {
         replaced(PreTrainedModel, "save_pretrained", other_config), "reloading the saved checkpoint", then="save"
     ),
     "packed positions of other rows": Fault(
-        replaced(format_writers, "pack", lambda f, *args: (f(*args)[0], f(*args)[1].roll(1, 0))),
+        replaced(format_writer, "pack", lambda f, *args: (f(*args)[0], f(*args)[1].roll(1, 0))),
         "differs from what was read", then="export",
     ),
     "packed values rolled": Fault(
-        replaced(format_writers, "pack", lambda f, *args: (f(*args)[0].roll(1, 1), f(*args)[1])),
+        replaced(format_writer, "pack", lambda f, *args: (f(*args)[0].roll(1, 1), f(*args)[1])),
         "differs from what was read", then="export",
     ),
     "norms summed without squares": Fault(

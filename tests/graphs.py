@@ -14,7 +14,6 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.prune.mask import mask_weights
 from permtriton.model.experts import unstack_experts
-from permtriton.passes.edits import moves_of
 from permtriton.passes.fused_layout import fused_plan
 from permtriton.passes.graph import (
     NM_MASK,
@@ -32,6 +31,7 @@ from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.passes.provenance import Provenance, propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
+from permtriton.passes.weight_folds import moves_of
 from permtriton.util.permutation import compose, identity
 
 from . import zoo

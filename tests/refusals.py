@@ -10,7 +10,7 @@ import pytest
 
 from permtriton import config_from
 from permtriton.checkpoint import export as exporting
-from permtriton.checkpoint import format_writers, verify
+from permtriton.checkpoint import format_writer, verify
 from permtriton.checkpoint import save as saving
 from permtriton.driver import pipeline as compiler
 from permtriton.errors import VerificationError
@@ -55,7 +55,7 @@ CHECKS = (
     Check("files: every tensor is the one in memory", ((verify, "check_same_bits"),)),
     Check("files: no tensor is missing", ((verify, "_check_complete"),)),
     Check("files: the model loads, and gives the same outputs", ((saving, "compare_reloaded"),), lambda *arguments: {}),
-    Check("export: what is written is what was read", ((format_writers, "check_same_bits"),)),
+    Check("export: what is written is what was read", ((format_writer, "check_same_bits"),)),
 )
 
 

@@ -227,10 +227,10 @@ def test_where_it_may_write(sources, source, tmp_path):
 
 @pytest.mark.parametrize(
     "where",
-    ["format_writers.pack", "format_writers.check_same_bits", "shutil.copyfile", "hashlib.file_digest"],
+    ["format_writer.pack", "format_writer.check_same_bits", "shutil.copyfile", "hashlib.file_digest"],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-@pytest.mark.slow(but=["error0-format_writers.pack", "error1-format_writers.check_same_bits"])
+@pytest.mark.slow(but=["error0-format_writer.pack", "error1-format_writer.check_same_bits"])
 def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatch, where, error):
     export(sources["portable"], tmp_path / "out")
     before = folders.files(tmp_path)
@@ -238,7 +238,7 @@ def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatc
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(f"permtriton.checkpoint.{where}" if "format_writers" in where else where, fail)
+    monkeypatch.setattr(f"permtriton.checkpoint.{where}" if "format_writer" in where else where, fail)
     with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OutputError):
         export(sources["portable"], tmp_path / "out", overwrite=True)
     assert folders.files(tmp_path) == before

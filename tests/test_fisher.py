@@ -16,8 +16,8 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.measure.fisher import curvatures, fisher_information, output_gradients
-from permtriton.passes.edits import apply_edits, edits_of, moves_of
 from permtriton.passes.plan import ChannelSpace, Destination, Plan, Site, linear_module, weight_in_out
+from permtriton.passes.weight_folds import apply_edits, edits_of, moves_of
 
 from . import zoo
 from .expert_stacks import unstacked

@@ -3,7 +3,7 @@
 import pytest
 
 from permtriton.checkpoint.plan_entries import permutation_report
-from permtriton.passes.edits import moves_of
+from permtriton.passes.weight_folds import moves_of
 
 from .graphs import compiled
 

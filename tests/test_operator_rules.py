@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from permtriton.passes.edits import moves_of
 from permtriton.passes.pipeline import permutation_passes, run_passes
 from permtriton.passes.provenance import propagate
 from permtriton.passes.trace import export_program, unlifted
+from permtriton.passes.weight_folds import moves_of
 
 from . import zoo
 from .networks import HALF, IN, TOKENS, WIDE, Net, axes_of, check, space_of

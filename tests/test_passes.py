@@ -7,10 +7,10 @@ import torch
 
 from permtriton.kernels import norm_permute
 from permtriton.model.checks import relative_difference
-from permtriton.passes.edits import moves_of
 from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import permutation_passes, run_passes
 from permtriton.passes.plan import linear_module, weight_in_out
+from permtriton.passes.weight_folds import moves_of
 
 from . import zoo
 from .graphs import BATCH, built, compiled, counted, every_case, mask, planned, private, run

@@ -11,11 +11,11 @@ from torch import Tensor, fx
 
 from permtriton.errors import VerificationError
 from permtriton.passes.cancel_permutations import cancel_permutations
-from permtriton.passes.edits import moves_of
 from permtriton.passes.fuse_permutations import fuse_permutations
 from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, SITE, Constants, index_value, module_path, parameter_nodes
 from permtriton.passes.insert_permutations import insert_permutations
 from permtriton.passes.pipeline import permutation_passes, run_passes
+from permtriton.passes.weight_folds import moves_of
 
 from .graphs import compiled, planned, private
 

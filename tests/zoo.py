@@ -15,8 +15,8 @@ from permtriton import NMPattern, config_from
 from permtriton.data.samples import Samples
 from permtriton.methods.planning import Planned, plan_model
 from permtriton.methods.recipe_config import CompileConfig
-from permtriton.passes.edits import apply_edits, edits_of, moves_of
 from permtriton.passes.plan import ChannelSpace, Plan
+from permtriton.passes.weight_folds import apply_edits, edits_of, moves_of
 
 VOCABULARY, HIDDEN, INTERMEDIATE, POSITIONS, LAYERS, HEADS, KEY_VALUE_HEADS = 90, 64, 112, 48, 2, 4, 2
 HEAD_DIM = HIDDEN // HEADS

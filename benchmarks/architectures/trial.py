@@ -29,8 +29,8 @@ from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.run import Run
 from permtriton.model.core import ENCODER_STATE, has_head
 from permtriton.model.experts import unstacked_experts
-from permtriton.passes.edits import apply_edits, edits_of, moves_of
 from permtriton.passes.plan import ChannelSpace, Plan
+from permtriton.passes.weight_folds import apply_edits, edits_of, moves_of
 from permtriton.recipe import config_from
 
 OPTIONS = {"recipe": "heuristic,mask", "importance": "magnitude", "skip_indivisible": True}

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from transformers.models.auto import modeling_auto as auto
 
 from permtriton.checkpoint.folder import file_sha256
-from permtriton.checkpoint.format import IN_8_BITS, PACKED
+from permtriton.checkpoint.formats import IN_8_BITS, PACKED
 from permtriton.checkpoint.read_record import described_sparsity
 from permtriton.model.gguf_file import in_words
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, read_json

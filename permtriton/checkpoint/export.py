@@ -13,8 +13,8 @@ from torch import Tensor
 
 from permtriton.checkpoint.card import write_record
 from permtriton.checkpoint.folder import Folder, check_hashes, describe_weights
-from permtriton.checkpoint.format import IN_8_BITS, Format
-from permtriton.checkpoint.format_writers import FormatWriter
+from permtriton.checkpoint.format_writer import FormatWriter
+from permtriton.checkpoint.formats import IN_8_BITS, Format
 from permtriton.checkpoint.fp8 import Fp8Writer, packed_fp8_writer
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
 from permtriton.checkpoint.read_record import described_sparsity

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint.card import WITH_COMPRESSED_TENSORS
 from permtriton.checkpoint.folder import Folder
-from permtriton.checkpoint.format_writers import FormatWriter
+from permtriton.checkpoint.format_writer import FormatWriter
 from permtriton.checkpoint.names import loaded_names
 from permtriton.errors import ModelError
 from permtriton.model.experts import stacks

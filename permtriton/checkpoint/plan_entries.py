@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint.read_record import Record, RowsEntry
-from permtriton.passes.edits import moves_of
 from permtriton.passes.plan import ChannelSpace, Destination, Plan, Site, linear_module
+from permtriton.passes.weight_folds import moves_of
 from permtriton.util.permutation import inverse, moved
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from typing_extensions import TypedDict
 
-from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.formats import Format
 from permtriton.checkpoint.read_record import Pattern, Sha256
 from permtriton.checkpoint.registration import METHOD
 from permtriton.errors import ModelError, shown

@@ -22,7 +22,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from permtriton.checkpoint.folder import check_hashes
-from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.formats import Format
 from permtriton.checkpoint.names import find_name, loaded_names
 from permtriton.checkpoint.packed import cast_packed, fill_packed, runs_packed, unpacked
 from permtriton.checkpoint.quantization_config import (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from permtriton.checkpoint.format import IN_8_BITS, PACKED
+from permtriton.checkpoint.formats import IN_8_BITS, PACKED
 from permtriton.data.generated import written
 from permtriton.driver.memory_forecast import Devices, refusal
 from permtriton.errors import OutputError

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from permtriton.arguments import CompileArgs
 from permtriton.checkpoint.export import check_format
-from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.formats import Format
 from permtriton.checkpoint.fp8 import check_quantizable
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report

@@ -10,7 +10,7 @@ from torch import Tensor
 from permtriton.arguments import EvaluateArgs
 from permtriton.checkpoint.export import check_format, rewrite
 from permtriton.checkpoint.folder import Folder
-from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.formats import Format
 from permtriton.checkpoint.masks import Masks, Order
 from permtriton.checkpoint.output import claimed, working_folder
 from permtriton.checkpoint.pruned import Pruned, pruned_parameters

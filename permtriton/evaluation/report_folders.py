@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from permtriton.checkpoint.folder import Folder
-from permtriton.checkpoint.format import PACKED
+from permtriton.checkpoint.formats import PACKED
 from permtriton.checkpoint.masks import masks_of
 from permtriton.evaluation.report_plots import colour
 from permtriton.kernels.packing import packed_share

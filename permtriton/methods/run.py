@@ -18,10 +18,10 @@ from permtriton.methods.planning import Planned
 from permtriton.methods.sizes import MemoryEstimate
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.model.reference import Reference
-from permtriton.passes.edits import apply_edits, edits_of, moves_of
 from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, layer_modules, linear_module, weight_in_out
+from permtriton.passes.weight_folds import apply_edits, edits_of, moves_of
 from permtriton.running.backward import checkpointed
 from permtriton.running.layer_walk import LayerWalk
 from permtriton.running.mixed_precision import mixed_precision, rounded_products

@@ -17,8 +17,8 @@ from permtriton.errors import CalibrationError
 from permtriton.methods.measure.importance import inverts_hessians, reads_activations
 from permtriton.model.experts import SECOND, RoutedExperts, expert_of, measured_experts, stacked_name
 from permtriton.model.modules import as_multiplied
-from permtriton.passes.edits import Move
 from permtriton.passes.plan import Site, linear_module, weight_in_out
+from permtriton.passes.weight_folds import Move
 from permtriton.running.layer_walk import LayerInputs, LayerWalk
 from permtriton.running.mixed_precision import products_of
 from permtriton.util import ranks

@@ -17,8 +17,8 @@ from permtriton.methods.measure.losses import Objective
 from permtriton.methods.run import Run
 from permtriton.model.experts import expert_of
 from permtriton.model.forward import to_numbers
-from permtriton.passes.edits import runs_of
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
+from permtriton.passes.weight_folds import runs_of
 from permtriton.running.backward import frozen, loss_scale
 from permtriton.running.sharding import rows_of_share, share
 from permtriton.util import ranks

@@ -1,4 +1,7 @@
-"""The formats in which `permtriton.export` stores pruned weights."""
+"""The formats in which `permtriton.export` stores pruned weights. **Add a format here**, and in `WRITERS` of export.py.
+
+`permtriton.checkpoint.format_writer` says what a format's writer is.
+"""
 
 from enum import StrEnum
 

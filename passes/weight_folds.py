@@ -1,4 +1,4 @@
-"""Permutations as data: the edits that a new channel order makes in a model.
+"""Folds permutations into weights: the edits that a new channel order makes in a model.
 
 `moves_of` turns a plan and the chosen indices into edits, which are applied in three places: the passes
 `insert_permutations` and `fuse_permutations` write them into the graph, where each pass is verified; `apply_edits`

@@ -1,7 +1,7 @@
 """Rewrites the tensors of a folder, packed or in 8 bits, and verifies them.
 
 **To add a format, write a function that makes a `FormatWriter`**, such as `packed_fp8_writer` in ``fp8.py``, and name
-it in `permtriton.checkpoint.format.Format` and `permtriton.checkpoint.export.WRITERS`.
+it in `permtriton.checkpoint.formats.Format` and `permtriton.checkpoint.export.WRITERS`.
 """
 
 from collections.abc import Collection, Mapping
