@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -154,9 +154,7 @@ def replacing_folder(output: Path, *, overwrite: bool, say: Say = lambda text: N
 def working_folder(output: Path) -> Iterator[Path]:
     """Yields an empty folder beside a claimed output; it is removed at the end of the ``with`` block."""
     path = real_path(output)
-    with ExitStack() as stack:
-        with _clear_errors(path):
-            folder = stack.enter_context(_temporary(path, "dense"))
+    with _clear_errors(path), _temporary(path, "dense") as folder:
         yield folder
 
 

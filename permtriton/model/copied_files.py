@@ -44,10 +44,7 @@ def copied_files(source: Source) -> list[str]:
         return []
     folder, modules = source.folder, module_folders(source)
     small = [path.name for path in folder.iterdir() if path.is_file() and path.stat().st_size <= LARGEST]
-    stays = (".*", *WRITTEN, *WEIGHTS, *OUTDATED)
+    stays = [pattern.lower() for pattern in (".*", *WRITTEN, *WEIGHTS, *OUTDATED)]
+    copied = [name for name in small if not any(fnmatch(name.lower(), pattern) for pattern in stays)]
     inside = [path for module in modules for path in (folder / module).rglob("*") if path.is_file()]
-    return sorted([*(n for n in small if not _is(n, stays)), *(str(path.relative_to(folder)) for path in inside)])
-
-
-def _is(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(name.lower(), pattern.lower()) for pattern in patterns)
+    return sorted([*copied, *(str(path.relative_to(folder)) for path in inside)])

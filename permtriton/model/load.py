@@ -44,7 +44,6 @@ def load_original(
     Args:
         saved: whether the model will be saved. If so, a model that could not be saved is refused now.
     """
-    progress = progress or NoProgress()
     model = load_model(source, allow_compiled=False, progress=progress)
     if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes the outer entry
         vars(text).pop("quantization_config", None)
