@@ -66,7 +66,8 @@ def placement_gradient_reference(
     """Returns dP, flat ``[sum of sizes^2]``: float32, or float64 for float64 weights.
 
     ``grad`` (dL/dW_eff) and ``weight`` are ``[O, C]`` in base order; ``index``, int64 ``[C]``, is the present order,
-    which moves channels inside ``blocks``, whose sizes are multiples of the group; ``curvature`` is scaled as ``grad``.
+    which moves channels inside ``blocks``, whose sizes are multiples of the group. If ``grad`` is multiplied by a loss
+    scale, ``curvature`` must be, too.
     """
     on_cpu = weight.device.type == "cpu"
     dtype = torch.promote_types(weight.dtype, torch.float32)

@@ -314,7 +314,7 @@ class Channels(fx.Interpreter):
             self.joints.append(Joint(self.node.name, first, second, attached, places))
 
     def _add_context(self, ids: Tensor, values: Tensor, reason: str) -> None:
-        """Adds a hash of the values at each channel's positions, in their order, to the channel's context."""
+        """Adds to the context of each channel a hash of the values that stand where ``ids`` holds it, in order."""
         if self._contexts and not self.all_channels(ids):
             ids, values = ids[ids > 0], values[ids > 0]
         if not self._contexts or not ids.numel():

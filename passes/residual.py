@@ -63,9 +63,10 @@ def _readers(nodes_by_module: Mapping[str, list[fx.Node]]) -> dict[fx.Node, list
 
 
 def _added_to(product: fx.Node) -> tuple[fx.Node | None, float]:
-    """Returns the node, before any reshaping, to which ``product`` is added in its shape, and the product's factor.
+    """Returns the node of equal shape to which ``product`` is added, and the factor that ``product`` has there.
 
-    The node is None if ``product`` has several readers, is changed by more than a factor, or joins another branch.
+    Both may be reshaped on the way; the node is the one before that. It is None if there is no such node, if
+    ``product`` has several readers or is changed otherwise, or if the sum is itself added to something.
     """
     node, factor = product, 1.0
     while len(node.users) == 1:

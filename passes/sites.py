@@ -231,7 +231,7 @@ class _SpaceBuilder:
         return self._spaces
 
     def _axes_problem(self, space: ChannelSpace, readers: list[Site], untraced: Sequence[str]) -> str:
-        """Returns why parameters keep the channels of a space in their order; empty if they do not."""
+        """Returns which parameter forbids reordering the channels of a space, and why; empty if none does."""
         if fixed := [axis for axis in space.axes if not axis.exchangeable(space.segments)]:
             return f"{fixed[0].parameter} does not hold all of its channels in the same roles"
         parameters = {axis.parameter for axis in space.axes}

@@ -61,10 +61,10 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> tuple[fx.Gra
             `permtriton.passes.trace_inputs.examples` that the model takes.
 
     Returns:
-        The graph, and the positions of those of its results that callers read. ``graph_module(*inputs)`` returns a
-        flat tuple: the model's outputs, and at its end the last hidden state, which callers read only where the model
-        is one of sentence-transformers. The encoder's last hidden state, which an encoder-decoder with a head returns
-        beside its logits, is left out: like the states between layers, it is internal, and its channels may move.
+        The graph, and the positions of the results that users of the model see. ``graph_module(*inputs)`` returns a
+        flat tuple: the model's outputs, and at its end the last hidden state, which users see only of a model of
+        sentence-transformers. The encoder's last hidden state, which an encoder-decoder with a head returns beside its
+        logits, is left out: like the states between layers, it is internal, and its channels may move.
 
         The placeholders have the names and shapes of the sample that was traced, such as ``input_ids`` (int64
         ``[1, TRACE_TOKENS]``). Every parameter is one ``get_attr`` node whose target is its first name in

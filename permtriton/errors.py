@@ -20,7 +20,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 class PermTritonError(Exception):
-    """Base class of every error that comes from the input, the options or the machine, not from a bug."""
+    """Base class of every error that permtriton raises on purpose; its message is for the user."""
 
 
 class ConfigError(PermTritonError):

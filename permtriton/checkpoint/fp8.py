@@ -116,6 +116,6 @@ def _place(weight: str) -> str:
 
 
 def _numbered(linear: str) -> str:
-    """Returns a pattern for the outermost numbered list that a linear is in, such as the layers; empty for none."""
+    """Returns a pattern for the outermost numbered list that holds the linear's module, such as the layers; or none."""
     match = re.match(r"(?:.*?\.)?([^.]+)\.\d+\.", linear)
     return rf"{re.escape(match[1])}\.\d+\." if match else ""

@@ -106,7 +106,7 @@ def compare(model: str, args: CompareArgs, user_options: Mapping[str, Any], prog
 def _rows(
     model: str, args: CompareArgs, user_options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], list[RowConfig]]]:
-    """Returns the options of all rows (user's, file's and protocol's), and a function that makes rows of options."""
+    """Returns the options that all rows share (user's, file's, protocol's), and a function from options to rows."""
     patterns = [NMPattern.parse(str(pattern)) for pattern in _parts(args.sparsity, "sparsity")]
     if len(patterns) == 1:  # a single pattern is an ordinary option
         user_options, patterns = {**user_options, "sparsity": patterns[0]}, []

@@ -86,7 +86,7 @@ class PermutedNorm(_Permuting, _Indexed):
     bias: Any
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, index: Tensor, variant: NormVariant) -> None:
-        """Shares the Parameters ``weight`` and ``bias``."""
+        """Registers ``weight`` and ``bias`` themselves, without a copy."""
         nn.Module.__init__(self)
         self.variant, self.weight = variant, weight
         # as other code expects of a layer norm of torch

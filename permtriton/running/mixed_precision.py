@@ -124,9 +124,9 @@ def exact_products() -> AbstractContextManager[None]:
 
 
 def products_of(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[None]:
-    """Inside the context, float32 products of values of ``dtype`` round their factors where that is exact and faster.
+    """Inside the context, float32 products round their factors, if that is faster and values of ``dtype`` lose no bit.
 
-    Values with no more bits than bfloat16 (on a processor with AMX) or TF32 (on a GPU) lose none by rounding.
+    They lose none if they have no more bits than bfloat16 (on a processor with AMX) or TF32 (on a GPU).
     """
     gpu = device.type == "cuda"
     fits = dtype == torch.bfloat16 or (gpu and dtype == torch.float16)

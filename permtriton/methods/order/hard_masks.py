@@ -28,9 +28,10 @@ from permtriton.util.sparsity import NMPattern
 
 @dataclass
 class _HardMasked:
-    """A pruned linear, whose parameter holds the masked weight inside `hard_masked`.
+    """A pruned linear, whose parameter holds a masked weight once `HardMasks.set` has been called.
 
-    Where weights are spread over the ranks, all tensors but the parameter hold only this rank's output rows.
+    Where weights are spread over the ranks, what has a value per output row, but for the parameter, holds only this
+    rank's rows.
     """
 
     site: Site
