@@ -49,8 +49,6 @@ def compile(
     config, overrides = resolve(model, flags, args.recipe, args.config, args.protocol, args.save_format)
     if devices is not None and not dry_run:
         raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")
-    if dry_run and torchrun.launched():
-        raise ConfigError("--dry-run is for one process: start it without torchrun, and name the GPUs by --devices")
     if args.shard and devices is None and not torchrun.launched():
         raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
     source, output = Source(model, **args.loading), args.output

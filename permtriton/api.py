@@ -79,7 +79,7 @@ def compile(
               without ``samples``, all rows of tensors and 128 of a DataLoader.
         text_column: column of a ``datasets.Dataset``, a dataset on the hub or a .jsonl or .parquet file; None for the
             first that it has of ``input_ids``, ``text``, ``messages`` and ``conversations``.
-        split: name of the dataset to take from a ``DatasetDict``, or part of a dataset on the hub.
+        split: part of a dataset on the hub.
         tokenizer: tokenizer or processor of a loaded model; text needs it, and it is saved with the model.
         eval_data: held-out data, of the same kinds as ``data``, on which the dense and the compiled model are measured
             for the report; None for ``wikitext2`` (``demo`` for the demo model), ``none`` for no measurement.
@@ -206,7 +206,6 @@ def evaluate(
     tokenizer: Processor | None = None,
     hidden_order: Tensor | None = None,
     text_column: str | None = None,
-    split: str | None = None,
     batch_size: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
@@ -239,7 +238,7 @@ def evaluate(
         tasks_dir: folder with more tasks: lm-eval's YAML files. A task may run code, so use only what you trust.
         batch_size: windows, or requests of tasks, per forward pass; None for as many windows as make 2048 tokens, and 8
             requests.
-        text_column, split: of a dataset in memory, as `permtriton.compile` takes them.
+        text_column: of a dataset in memory, as `permtriton.compile` takes it.
         gguf_file, revision: as `permtriton.compile` takes them, for ``model``.
         device, dtype, trust_remote_code, token, progress: as `permtriton.compile` takes them, for both models.
 

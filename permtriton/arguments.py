@@ -191,7 +191,6 @@ class EvaluateArgs(LoadArgs, MeasureArgs):
     tokenizer: "Processor | None" = None
     hidden_order: "Tensor | None" = None
     text_column: str | None = None
-    split: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -206,7 +206,7 @@ def test_padding_in_a_dataset_is_not_read(here, kind):
         ({"data": "my-text.txt", "split": "train"}, "`split=train` has an effect on a dataset on the hub only"),
         ({"data": Dataset.from_dict({"a": ["x"]})}, "the Dataset has the columns ['a'], not text: give text or"),
         ({"data": Dataset.from_dict({"a": ["x"]}), "text_column": "b"}, " has the columns ['a'], not b: give"),
-        ({"data": DatasetDict({"a": Dataset.from_dict({"text": ["x"]})})}, "no split is named, but"),
+        ({"data": DatasetDict({"a": Dataset.from_dict({"text": ["x"]})})}, "a dictionary of datasets"),
         ({"data": Dataset.from_dict({"text": ["x"]}).to_iterable_dataset()}, "a streamed dataset has no length"),
         ({"data": DataLoader([torch.ones(3).long(), torch.ones(4).long()])}, "of the DataLoader cannot be joined"),
         ({"data": {"input_ids": IDS, "attention_mask": IDS % 2}}, "positions are padding"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from permtriton.checkpoint.output import check_output, claimed, replacing_folder
+from permtriton.checkpoint.output import claimed, replacing_folder
 from permtriton.errors import OutputError
 
 from .folders import files
@@ -131,15 +131,6 @@ def test_without_locks_it_says_so_and_removes_nothing(place, monkeypatch):
     assert files(place / "out") == expected
     assert "no file locks (No locks available)" in said[0]
     assert {path.name for path in place.iterdir()} == {"out", *left}
-
-
-def test_the_present_folder_is_no_output(place, monkeypatch):
-    """It would be renamed and removed under the feet of the command."""
-    (place / "out" / "inside").mkdir(parents=True)
-    monkeypatch.chdir(place / "out" / "inside")
-    for output in (Path(), Path("..")):
-        with pytest.raises(OutputError, match="is or holds the present folder"):
-            check_output(output, overwrite=True)
 
 
 def test_an_empty_folder_needs_no_overwrite(place):

@@ -42,11 +42,6 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     check_name(path)
     if is_mount_point(path):
         raise OutputError(f"output {output} is a mount point, which no new folder can replace: give a folder inside it")
-    with suppress(FileNotFoundError):  # the present folder was deleted
-        if path.is_dir() and Path.cwd().is_relative_to(path):
-            raise OutputError(
-                f"output {output} is or holds the present folder, which no new one can replace: give another"
-            )
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
             raise OutputError(f"output {output} exists: choose another folder, or replace it with `overwrite=True`")

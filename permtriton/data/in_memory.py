@@ -14,12 +14,12 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, shown
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset
 
 # What ``data=`` takes: a name or a file (`is_named`), or what is in memory.
 Data = Union[
     str, Path, Sequence[str], Sequence[int], Sequence[Sequence[int]], Tensor, np.ndarray, Mapping[str, Tensor],
-    Samples, DataLoader, "Dataset", "DatasetDict",
+    Samples, DataLoader, "Dataset",
 ]  # fmt: skip
 KINDS = (
     "a name (c4, wikitext2, pile, demo), a file, a list of texts, a datasets.Dataset, token ids in a list or tensor, a "
@@ -37,24 +37,14 @@ def name_of(data: object) -> str:
 
 
 def selected(data: Any, column: str | None = None, split: str | None = None) -> Any:
-    """Returns the documents of a dataset, or of one in a dictionary of datasets; returns other data unchanged.
+    """Returns the documents of a dataset; returns other data unchanged. Token ids of datasets lose their padding.
 
-    Token ids of datasets lose their padding.
-
-    Args:
-        column: column of the dataset; None for the first of `permtriton.data.columns.COLUMNS` that it has.
-        split: name of the dataset in the dictionary.
+    ``column`` is the column of the dataset; None for the first of `permtriton.data.columns.COLUMNS` that it has.
     """
     if isinstance(data, Mapping) and data and all(hasattr(table, "column_names") for table in data.values()):
-        if split not in data:
-            got = f"split is {shown(split)}" if split is not None else "no split is named"
-            raise CalibrationError(
-                f"{got}, but the dictionary of datasets has {', '.join(data)}: give one of them alone or, for "
-                "calibration data, name one by `split=`"
-            )
-        data, split = data[split], None
+        raise CalibrationError(f"a dictionary of datasets, which has {', '.join(data)}: give one of them alone")
     if split is not None:
-        raise ConfigError("split has an effect on a dictionary of datasets (DatasetDict) only: leave it out")
+        raise ConfigError("`split=` has an effect on a dataset on the hub only: leave it out")
     if not hasattr(data, "column_names"):
         if column is not None:
             raise ConfigError("text_column has an effect on a datasets.Dataset only: leave it out")

@@ -111,7 +111,7 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
     """Measures a model; `permtriton.evaluate` says what each argument is."""
     args, progress = args.with_protocol(model if isinstance(model, str) else ""), reporter(args.progress)
     tasks = load_tasks(args, progress)
-    eval_data = selected(args.eval_data, args.text_column, args.split)
+    eval_data = selected(args.eval_data, args.text_column)
     name, tokenizer, dense = "", args.tokenizer, args.against
     hidden_order = None if args.hidden_order is None else torch.as_tensor(args.hidden_order).cpu()
     location = {"gguf_file": args.gguf_file, "revision": args.revision}
