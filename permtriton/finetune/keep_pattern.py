@@ -37,8 +37,7 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     Call it once the weights are loaded. The model may be wrapped before or afterwards (``torch.compile``, DDP,
     accelerate, PEFT). The weights are those that ``permtriton.json`` lists in the folder that the model was loaded
     from; without that file, every linear and every stack of experts whose groups keep N of M values. The zeros of a
-    weight take a byte for each of its values. The result saves the trained model, merges an adapter, or stops keeping
-    the zeros.
+    weight take a byte for each of its values. The result saves the trained model, merges an adapter, or removes the hook.
 
     Raises:
         ConfigError: ``model`` is no loaded model.
@@ -165,7 +164,7 @@ class KeptPattern:
     ) -> Path:
         """Writes the trained model with ``permtriton.json``, and verifies it before it is renamed into place.
 
-        All ranks must call it. The first one writes; all return the absolute path of the folder, or raise its error.
+        All ranks must call it: the first one writes, and all return the folder's absolute path or raise its error.
         The tokenizer or processor is saved, too; ``overwrite`` permits replacing an earlier output of permtriton.
 
         Raises:
