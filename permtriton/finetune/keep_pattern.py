@@ -37,7 +37,7 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     Call it once the weights are loaded. The model may be wrapped before or afterwards (``torch.compile``, DDP,
     accelerate, PEFT). The weights are those that ``permtriton.json`` lists in the folder that the model was loaded
     from; without that file, every linear and every stack of experts whose groups keep N of M values. The zeros of a
-    weight take a byte for each of its values. The result saves the trained model, merges an adapter, or removes the hook.
+    weight take a byte for each of its values. The result saves the model, merges an adapter, or stops keeping zeros.
 
     Raises:
         ConfigError: ``model`` is no loaded model.
