@@ -28,8 +28,8 @@ COMMANDS = {
     "options: --help-all.",
     "evaluate": "Measure MODEL, dense or written by permtriton in any format: perplexity, zero-shot tasks of lm-eval, "
     "KL and cosine to the dense model.",
-    "export": "Rewrite a compiled checkpoint packed or dense, bit for bit the same weights, or in 8 bits (fp8).",
-    "report": "Write one HTML page about compiled folders: results, masks, permutations, costs. It needs no network.",
+    "export": "Rewrite a compiled checkpoint packed or dense, bit for bit the same weights, or in 8 bits.",
+    "report": "Write one HTML page about compiled folders: results, masks, how they were found. It needs no network.",
     "doctor": "Show what this machine is, and test the kernels on its GPU; the thing to paste into a bug report.\n\n"
     "Exit code 2 if the self-test fails.",
     "autotune": "Find the fastest configuration of each GPU kernel, for the shapes of a model, on the present GPU.",

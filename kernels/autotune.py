@@ -141,7 +141,7 @@ def cache_file() -> Path:
 
 
 def forced(configs: Mapping[str, Config]) -> AbstractContextManager[Mapping[str, Config]]:
-    """Within the context, makes launches that read a table use its configuration in ``configs``."""
+    """Within the context, launches take their configuration from ``configs``, by the name of their table."""
     return _replaced("forced", {**_STATE.forced, **configs})
 
 

@@ -18,7 +18,7 @@ from permtriton.passes.graph_values import ParameterValue, Products
 
 
 def _linear(c: Channels, x: Any, weight: Any, bias: Any = None, *, position: int = 0) -> Any:
-    """Multiplies the activation ``x``, which is at ``position`` of the node's arguments, with a weight."""
+    """Returns the product of ``x``, the node's argument number ``position``, with a weight."""
     x = c.ids_of(x)
     if not isinstance(weight, ParameterValue) or not weight.is_matrix:
         return c.barrier("a product with a computed weight")

@@ -81,7 +81,7 @@ class Masks:
         return kept[inverse(torch.tensor(rows))][:, inverse(columns)]
 
     def _weight(self, linear: str) -> Tensor:
-        """Returns the weight of a linear, ``[out_features, in_features]``."""
+        """Returns a linear's weight, ``[out_features, in_features]``; that of an expert is taken out of its stack."""
         name = f"{linear}.weight"
         if pruned := self.pruned.get(name):
             return pruned.rows(self.read(name))

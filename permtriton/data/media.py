@@ -19,7 +19,7 @@ Processor = Any  # a tokenizer, processor, image processor or feature extractor 
 
 
 def is_media(model: PreTrainedModel, source: str) -> bool:
-    """Returns whether named data hold no text: the model reads images or sound, or the source is a file of tensors."""
+    """Returns whether ``source`` holds no text: the model reads images or sound, or it is a file of tensors."""
     return model.main_input_name in MEDIA_INPUTS or source.endswith(TENSORS)
 
 

@@ -39,7 +39,7 @@ def model_outputs(model: PreTrainedModel, samples: Samples) -> Tensor:
 def output_and_states(
     model: PreTrainedModel, arguments: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Returns a model's first output, and its hidden states by the names that transformers gives them in the output.
+    """Returns a model's first output, and lists of its hidden states by name, such as ``encoder_hidden_states``.
 
     The last hidden state is added as `LAST`, the input embeddings as `EMBEDDED`. All tensors are float32 on the CPU.
     """
