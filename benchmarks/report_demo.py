@@ -37,6 +37,8 @@ def page(results: Path) -> str:
     with TemporaryDirectory() as place:
         folders = [_folder(Path(place) / f"demo-{name}", results / "report-demo" / f"{name}.json") for name in METHODS]
         comparison = read_comparison(results / "compare-demo-tuned.json")
+        # No command runs the step tune any more.
+        comparison["rows"] = [row for row in comparison["rows"] if "tune" not in row["method"]]
         return html(page_of(read_folders(folders), comparison, mask_corners(results)))
 
 
