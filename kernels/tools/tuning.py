@@ -110,7 +110,7 @@ def _calls(case: Case, device: torch.device) -> list[Callable[[], object]]:
     return [torch.no_grad()(partial(case.run, *case.make(device, seed))) for seed in seeds]
 
 
-def quantiles(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[float, float, float]:
+def quantiles(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
     """Returns the quantiles 0.2, 0.5 and 0.8 of the seconds of one call.
 
     All calls are captured in one CUDA graph, so that the time to launch is that of a graph; calls that cannot be
@@ -133,8 +133,7 @@ def quantiles(calls: Sequence[Callable[[], object]], device: torch.device) -> tu
             seconds = [milliseconds / 1e3 for milliseconds in do_bench_cudagraph(run, **wanted)]
         except Exception:  # calls that wait for the GPU, or allocate outside torch, cannot be captured
             seconds = [milliseconds / 1e3 for milliseconds in do_bench(run, **wanted)]
-    p20, p50, p80 = (value / len(calls) for value in seconds)
-    return p20, p50, p80
+    return [value / len(calls) for value in seconds]
 
 
 def sets_of_inputs(device: torch.device, bytes_each: int) -> int:

@@ -219,9 +219,12 @@ def predicted_tokens(model: PreTrainedModel, samples: Samples) -> Tensor | None:
     tokens = predicted(model, samples)
     if tokens is None or samples.ids is None or takes_decoder_ids(model):
         return tokens
-    changes = sorted(_change(model, window) for window in samples.ids[:WINDOWS_TRIED, :TOKENS_TRIED].split(1))
+    windows = samples.ids[:WINDOWS_TRIED, :TOKENS_TRIED].split(1)
+    if _change(model, windows[0]) <= LEAST_ROUNDING:  # saves passes, each of which may copy all layers to a GPU
+        return tokens
     # In a mixture of experts, rounding may reroute a token of one window: the second largest change decides.
-    return None if changes[-2:][0] > max(ROUNDING * torch.finfo(model.dtype).eps, LEAST_ROUNDING) else tokens
+    change = sorted(_change(model, window) for window in windows)[-2:][0]
+    return None if change > max(ROUNDING * torch.finfo(model.dtype).eps, LEAST_ROUNDING) else tokens
 
 
 def _change(model: PreTrainedModel, window: Tensor) -> float:

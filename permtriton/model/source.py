@@ -51,6 +51,11 @@ class Source:
         object.__setattr__(self, "token", checked_token(self.token))
 
     @property
+    def _is_file(self) -> bool:
+        """Whether the name is the path of a GGUF file."""
+        return self.gguf_file is None and self.name.endswith(SUFFIX) and not os.path.isdir(self.name)
+
+    @property
     def on_hub(self) -> bool:
         return is_hub_name(self.name) and not self.name.endswith(SUFFIX)
 
@@ -63,19 +68,19 @@ class Source:
         """
         if self.name == DEMO:
             return demo.FOLDER
-        if self.gguf_file is None and self.name.endswith(SUFFIX) and not os.path.isdir(self.name):
+        if self._is_file:
             return Path(self.name).parent
+        if self.on_hub and self.gguf_file is not None:
+            return self.fetch(self.revision, [self.gguf_file])
+        if self.on_hub:
+            return self.fetch(self.revision, [*SMALL_FILES, *(["*.py"] * self.trust_remote_code)], ignored="*/*")
         # `os.path.isdir`, unlike `Path.is_dir`, takes names that are too long.
-        if not os.path.isdir(self.name) and not self.on_hub:
+        if not os.path.isdir(self.name):
             problem = "is not a folder" if os.path.exists(self.name) else "does not exist"
             raise ModelError(
                 f"{self.name} {problem}: give a Hugging Face model folder, a .gguf file, a hub name, or demo"
             )
-        if not self.on_hub:
-            return Path(self.name)
-        if self.gguf_file is not None:
-            return self.fetch(self.revision, [self.gguf_file])
-        return self.fetch(self.revision, [*SMALL_FILES, *(["*.py"] * self.trust_remote_code)], ignored="*/*")
+        return Path(self.name)
 
     def fetch(self, revision: str | None, patterns: list[str], ignored: str | None = None) -> Path:
         """Fetches the files of a hub name that fit one of ``patterns``, but not ``ignored``; returns their folder.
@@ -110,7 +115,7 @@ class Source:
     @cached_property
     def gguf(self) -> GgufFile | None:
         """The GGUF file from which the model is read and dequantized; None where its weights are in safetensors."""
-        if self.gguf_file is None and (os.path.isdir(self.name) or not self.name.endswith(SUFFIX)):
+        if self.gguf_file is None and not self._is_file:
             return None
         path = Path(self.name) if self.gguf_file is None else self.folder / self.gguf_file
         if not path.is_file():
